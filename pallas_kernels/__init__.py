@@ -1,0 +1,16 @@
+"""Kernels over a paged KV pool. Public names only; everything else may change."""
+
+from .kv_write import kv_write
+from .layout import LayerPool, PoolLayout
+from .metadata import AttentionMetadata
+from .paged_attention import Tiles, default_tiles, ragged_paged_attention
+
+__all__ = [
+    "AttentionMetadata",
+    "LayerPool",
+    "PoolLayout",
+    "Tiles",
+    "default_tiles",
+    "kv_write",
+    "ragged_paged_attention",
+]
