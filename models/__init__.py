@@ -1,0 +1,1 @@
+"""Decoder models as pure functions over a paged KV cache, and the readers of their weights."""

@@ -1,0 +1,66 @@
+"""Self-attention over the paged pool."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec as P
+from jaxtyping import Array, Float
+
+from models.config import ModelConfig
+from models.layers import MODEL_AXIS, Linear, RopeTables, apply_rope
+from pallas_kernels import AttentionMetadata, LayerPool, PoolLayout, kv_write, ragged_paged_attention
+
+
+class Attention(nnx.Module):
+    """The projections of grouped-query attention; what lies between them is `paged_attention`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+        q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.embed_dim, q_dim, dtype=dtype, shard="column")
+        self.k_proj = Linear(config.embed_dim, kv_dim, dtype=dtype, shard="column")
+        self.v_proj = Linear(config.embed_dim, kv_dim, dtype=dtype, shard="column")
+        self.o_proj = Linear(q_dim, config.embed_dim, dtype=dtype, shard="row")
+        self.head_dim = config.head_dim
+
+    def project(self, x: Float[Array, "T E"], rope: RopeTables):
+        """(q [T, H, D], k [T, K, D], v [T, K, D]), rotated to their positions."""
+
+        def heads(y: Float[Array, "T HD"]) -> Float[Array, "T heads D"]:
+            return y.reshape(y.shape[0], -1, self.head_dim)
+
+        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        return apply_rope(q, rope), apply_rope(k, rope), v
+
+    def output(self, attended: Float[Array, "T H D"]) -> Float[Array, "T E"]:
+        return self.o_proj(attended.reshape(attended.shape[0], -1))
+
+
+def paged_attention(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    pool: LayerPool,
+    meta: AttentionMetadata,
+    *,
+    mesh: Mesh,
+    layout: PoolLayout,
+    implementation: str | None,
+) -> tuple[Float[Array, "T H D"], LayerPool]:
+    """Writes this step's K and V into the pool, then attends to all of it.
+
+    Each device of the mesh owns its share of the KV heads, their query heads and their part of the pool, so neither
+    needs communication.
+    """
+
+    def local(q, k, v, pool, meta):
+        pool = kv_write(pool, k, v, meta.slot_mapping)
+        return ragged_paged_attention(q, pool, meta, sm_scale=q.shape[-1] ** -0.5, implementation=implementation), pool
+
+    by_head, by_kv_head = P(None, MODEL_AXIS, None), layout.partition_spec(MODEL_AXIS)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(by_head, by_head, by_head, by_kv_head, P()),
+        out_specs=(by_head, by_kv_head),
+        check_vma=False,
+    )(q, k, v, pool, meta)

@@ -1,0 +1,21 @@
+"""ForwardBatch: the device inputs of one step."""
+
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Int
+
+from pallas_kernels import AttentionMetadata
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForwardBatch:
+    """A flat, ragged, padded step. Tokens of one sequence are adjacent, in order of position.
+
+    Padding tokens have position 0 and write to the null block; padding logits_indices point at token 0.
+    """
+
+    token_ids: Int[Array, "T"]
+    positions: Int[Array, "T"]
+    attention: AttentionMetadata
+    logits_indices: Int[Array, "R"]  # the token rows whose next token is sampled
