@@ -1,0 +1,107 @@
+"""SchedulerOutput -> the padded numpy arrays of one step. Nothing else pads."""
+
+import numpy as np
+
+from jpaged.buckets import Buckets
+from jpaged.config import CacheSpec, EngineConfig
+from jpaged.sampler import MAX_BANNED_TOKENS, SamplingBatch
+from jpaged.scheduler import SchedulerOutput
+from jpaged.sequence import Sequence
+from models.types import ForwardBatch
+from pallas_kernels import AttentionMetadata
+
+
+def empty_step(
+    num_tokens: int, num_rows: int, *, num_seqs: int, max_blocks: int
+) -> tuple[ForwardBatch, SamplingBatch]:
+    """A step of padding alone, in the shapes of program (num_tokens, num_rows): zeros, and nothing to attend to."""
+    batch = ForwardBatch(
+        token_ids=np.zeros(num_tokens, np.int32),
+        positions=np.zeros(num_tokens, np.int32),
+        attention=AttentionMetadata(
+            seq_lens=np.zeros(num_seqs, np.int32),
+            query_start_loc=np.zeros(num_seqs + 1, np.int32),
+            block_tables=np.zeros((num_seqs, max_blocks), np.int32),
+            distribution=np.zeros(3, np.int32),
+            slot_mapping=np.zeros(num_tokens, np.int32),  # padding writes to the null block
+        ),
+        logits_indices=np.zeros(num_rows, np.int32),
+    )
+    return batch, SamplingBatch.neutral(num_rows)
+
+
+class BatchBuilder:
+    """Keeps what changes little (tokens, block tables, sampling parameters) in one array row a running sequence.
+
+    A step then gathers rows, and Python's work does not grow with the number of tokens.
+    """
+
+    def __init__(self, config: EngineConfig, spec: CacheSpec):
+        num_rows = config.max_num_seqs
+        self.block_size = spec.block_size
+        self.buckets = Buckets(config.max_num_batched_tokens, config.max_num_seqs, config.token_buckets)
+        self.num_rows = num_rows
+        self.token_ids = np.zeros((num_rows, spec.max_model_len), np.int32)
+        self.block_tables = np.zeros((num_rows, spec.max_blocks_per_seq), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int32)  # valid columns of block_tables
+        self.sampling = SamplingBatch.neutral(num_rows)
+
+    def build(self, plan: SchedulerOutput) -> tuple[ForwardBatch, SamplingBatch]:
+        """The step's device inputs as numpy arrays, padded to the smallest program that holds them."""
+        for seq in plan.admitted:
+            self._load(seq)
+        seqs = list(plan.num_scheduled_tokens)
+        rows = np.fromiter((s.row for s in seqs), np.int32, len(seqs))
+        counts = np.fromiter(plan.num_scheduled_tokens.values(), np.int32, len(seqs))
+        starts = np.fromiter((s.num_computed_tokens for s in seqs), np.int32, len(seqs))
+        lengths = np.fromiter((len(s.token_ids) for s in seqs), np.int32, len(seqs))
+        self.token_ids[rows, lengths - 1] = np.fromiter((s.token_ids[-1] for s in seqs), np.int32, len(seqs))
+        self._extend_block_tables(seqs, rows)
+
+        is_sampled = starts + counts == lengths
+        bucket = self.buckets.choose(int(counts.sum()), int(is_sampled.sum()))
+        batch, sampling = empty_step(*bucket, num_seqs=self.num_rows, max_blocks=self.block_tables.shape[1])
+        self._fill_forward_batch(batch, plan.num_decodes, rows, counts, starts, is_sampled)
+        self._fill_sampling_batch(sampling, seqs, rows, lengths, is_sampled)
+        return batch, sampling
+
+    def _load(self, seq: Sequence) -> None:
+        row, params = seq.row, seq.params
+        self.token_ids[row, : seq.num_tokens] = seq.token_ids
+        self.num_blocks[row] = 0
+        self.sampling.set_row(row, params, seq.seed)
+
+    def _extend_block_tables(self, seqs: list[Sequence], rows: np.ndarray) -> None:
+        have = np.fromiter((len(s.block_table.blocks) for s in seqs), np.int32, len(seqs))
+        for i in np.flatnonzero(have != self.num_blocks[rows]):
+            row, known = rows[i], self.num_blocks[rows[i]]
+            self.block_tables[row, known : have[i]] = seqs[i].block_table.block_ids(known)
+            self.num_blocks[row] = have[i]
+
+    def _fill_forward_batch(self, batch: ForwardBatch, num_decodes: int, rows, counts, starts, is_sampled) -> None:
+        num_seqs, num_tokens = len(rows), int(counts.sum())
+        ends = np.cumsum(counts, dtype=np.int32)
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - counts - starts, counts)
+        block_ids = self.block_tables[token_rows, positions // self.block_size]
+
+        batch.token_ids[:num_tokens] = self.token_ids[token_rows, positions]
+        batch.positions[:num_tokens] = positions
+        batch.logits_indices[: int(is_sampled.sum())] = (ends - 1)[is_sampled]
+        meta = batch.attention
+        meta.slot_mapping[:num_tokens] = block_ids * self.block_size + positions % self.block_size
+        meta.query_start_loc[1 : num_seqs + 1] = ends
+        meta.query_start_loc[num_seqs + 1 :] = num_tokens
+        meta.seq_lens[:num_seqs] = starts + counts
+        meta.block_tables[:num_seqs] = self.block_tables[rows]
+        meta.distribution[:] = num_decodes, num_decodes, num_seqs
+
+    def _fill_sampling_batch(self, batch: SamplingBatch, seqs, rows, lengths, is_sampled) -> None:
+        batch.copy_rows(self.sampling, rows[is_sampled])
+        batch.positions[: int(is_sampled.sum())] = lengths[is_sampled]
+        for i, index in enumerate(np.flatnonzero(is_sampled)):
+            seq = seqs[index]
+            if seq.params.min_tokens > seq.num_output_tokens:
+                banned = sorted(seq.stop_token_ids)
+                assert len(banned) <= MAX_BANNED_TOKENS, f"{seq} bans {len(banned)} tokens"
+                batch.banned_ids[i, : len(banned)] = banned

@@ -1,0 +1,48 @@
+"""The padded sizes that programs are compiled for."""
+
+from bisect import bisect_left
+
+from jpaged.config import MIN_TOKEN_BUCKET
+
+
+def bucket_ladder(largest: int, smallest: int = MIN_TOKEN_BUCKET) -> list[int]:
+    """2, 3, 4, 6, 8, 12, 16, 24 ... up to exactly largest: each step pads by a half at most, a third mostly."""
+    sizes, size = [], smallest
+    while size < largest:
+        sizes.append(size)
+        is_power_of_two = size & (size - 1) == 0
+        size = size * 3 // 2 if is_power_of_two else size * 4 // 3
+    return [*sizes, largest]
+
+
+def round_up(size: int, ladder: list[int]) -> int:
+    """The smallest bucket that holds size."""
+    assert size <= ladder[-1], f"{size} is over the largest bucket, {ladder[-1]}"
+    return ladder[bisect_left(ladder, size)]
+
+
+class Buckets:
+    """(T, R) of every program: padded tokens, and padded sampling rows.
+
+    R is as large as T when every token is a decode, and one of a few coarse sizes when chunks of prompts ride along: a
+    padded row of the head costs a fifth of a token of the body.
+    """
+
+    def __init__(self, max_num_batched_tokens: int, max_num_seqs: int, token_buckets: tuple[int, ...] = ()):
+        self.tokens = list(token_buckets) or bucket_ladder(max_num_batched_tokens)
+        self.max_rows = max(max_num_seqs, MIN_TOKEN_BUCKET)
+
+    def rows(self, num_tokens: int) -> list[int]:
+        """The row buckets of the token bucket num_tokens."""
+        largest = min(num_tokens, self.max_rows)
+        return [*(r for r in (32, 128) if 2 * r < largest), largest]
+
+    def choose(self, num_tokens: int, num_rows: int) -> tuple[int, int]:
+        """The smallest program that holds a step."""
+        tokens = round_up(num_tokens, self.tokens)
+        return tokens, round_up(num_rows, self.rows(tokens))
+
+    def all(self) -> list[tuple[int, int]]:
+        """Every program, in the order in which they are worth having: pure decodes and full prompts first."""
+        programs = [(t, r) for t in self.tokens for r in self.rows(t)]
+        return sorted(programs, key=lambda p: (p[1] != min(p[0], self.max_rows) and p[0] != self.tokens[-1], p))

@@ -1,0 +1,127 @@
+"""EngineConfig: what the user decides. CacheSpec: what is learned at start-up."""
+
+from dataclasses import dataclass, field, fields
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_BLOCK_SIZE = {"cpu": 64}  # by platform; 16 elsewhere
+MIN_TOKEN_BUCKET = 2  # one row is a cliff for XLA:CPU's bfloat16 matmuls
+
+
+def _option(default, help, **metadata):
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Every knob of the engine; the server's flags are these fields with dashes.
+
+    Raises ValueError that names the field, the value and the limit, for a combination that cannot work.
+    """
+
+    model: str = _option(DEFAULT_MODEL, "a known name, a .gguf file, a Hugging Face folder, or a hub id")
+    served_model_name: tuple[str, ...] = _option((), "names that clients may use for the model (default: --model)")
+    revision: str | None = _option(None, "the hub revision to load")
+    download_dir: str | None = _option(None, "where downloaded models are kept (default: the user's cache)")
+    generation_config: str = _option("auto", "auto: the model's own sampling defaults; none: OpenAI's", choices=("auto", "none"))
+    chat_template: str | None = _option(None, "a Jinja file that replaces the model's own chat template")
+    dtype: str = _option("auto", "of weights and matmuls; auto is bfloat16", choices=("auto", "bfloat16", "float32"))
+    seed: int = _option(0, "seeds requests that bring no seed of their own")
+
+    max_model_len: int | None = _option(None, "tokens of prompt and output together (default: the model's context, or what the pool holds)")
+    block_size: int | None = _option(None, "tokens in a block of the KV pool (default: 64 on CPU, where attention over blocks of 16 takes twice as long; else 16)")
+    num_blocks_override: int | None = _option(None, "blocks in the pool, instead of what memory allows")
+    kv_cache_memory_bytes: int | None = _option(None, "bytes for the KV pool (default: on an accelerator what is free, on CPU 1 GiB)")
+    kv_cache_dtype: str = _option("auto", "of the KV pool; auto is the dtype of the weights", choices=("auto", "bfloat16", "float32"))
+    device_memory_utilization: float = _option(0.92, "part of an accelerator's memory that the engine may use")
+    enable_prefix_caching: bool = _option(True, "share the KV blocks of equal prefixes")
+
+    max_num_batched_tokens: int = _option(512, "tokens that one step computes at most")
+    token_buckets: tuple[int, ...] = _option((), "padded step sizes to compile for; the largest is max_num_batched_tokens (default: a ladder)")
+    max_num_seqs: int = _option(256, "sequences that run at once at most")
+    max_num_queued_requests: int | None = _option(None, "requests that may wait; more are refused (default: no limit)")
+    enable_chunked_prefill: bool = _option(True, "split prompts over steps and mix them with decodes")
+    max_logprobs: int = _option(20, "the most log-probs that a request may ask for at a position")
+
+    tensor_parallel_size: int = _option(1, "devices that share each layer")
+    attention_backend: str | None = _option(None, "the attention implementation (default: by device)", choices=("xla", "reference"))
+    compilation_cache_dir: str | None = _option(None, "where compiled programs are kept (default: the user's cache)")
+
+    def __post_init__(self):
+        for f in fields(self):
+            choices = f.metadata.get("choices")
+            value = getattr(self, f.name)
+            if choices and value is not None and value not in choices:
+                raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
+        object.__setattr__(self, "served_model_name", tuple(self.served_model_name))
+        object.__setattr__(self, "token_buckets", tuple(sorted(set(self.token_buckets))))
+        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("block_size", "max_model_len", "kv_cache_memory_bytes", "max_num_queued_requests"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_blocks_override is not None and self.num_blocks_override < 2:
+            raise ValueError(f"num_blocks_override must be at least 2 (one is the null block), got {self.num_blocks_override}")
+        if not 0 < self.device_memory_utilization <= 1:
+            raise ValueError(f"device_memory_utilization must be in (0, 1], got {self.device_memory_utilization}")
+        if self.max_logprobs < 0:
+            raise ValueError(f"max_logprobs must not be negative, got {self.max_logprobs}")
+        if self.max_num_batched_tokens < max(self.max_num_seqs, MIN_TOKEN_BUCKET):
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}) and {MIN_TOKEN_BUCKET}: every running sequence needs a token each step"
+            )
+        if self.token_buckets and self.token_buckets[0] < MIN_TOKEN_BUCKET:
+            raise ValueError(f"token_buckets must be at least {MIN_TOKEN_BUCKET}, got {self.token_buckets[0]}")
+        if self.token_buckets and self.token_buckets[-1] != self.max_num_batched_tokens:
+            raise ValueError(
+                f"the largest of token_buckets ({self.token_buckets[-1]}) must be max_num_batched_tokens "
+                f"({self.max_num_batched_tokens})"
+            )
+
+    def block_size_on(self, platform: str) -> int:
+        """The block size that was asked for, or the platform's own."""
+        return self.block_size or DEFAULT_BLOCK_SIZE.get(platform, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """The pool as it was sized: num_blocks counts the null block."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_usable_tokens(self) -> int:
+        return self.num_usable_blocks * self.block_size
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """M, the width of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def resolve_max_model_len(config: EngineConfig, max_position: int, num_usable_tokens: int) -> int:
+    """The context length that this model and this pool can serve.
+
+    Raises ValueError where the user asked for more, or where whole prompts must fit in one step and do not.
+    """
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise ValueError(f"max_model_len ({config.max_model_len}) is over the model's context of {max_position} tokens")
+    if config.max_model_len is not None and config.max_model_len > num_usable_tokens:
+        raise ValueError(
+            f"max_model_len ({config.max_model_len}) does not fit in the KV pool of {num_usable_tokens} tokens; "
+            "raise kv_cache_memory_bytes or lower max_model_len"
+        )
+    length = config.max_model_len or min(max_position, num_usable_tokens)
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < length:
+        raise ValueError(
+            f"with chunked prefill off, max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
+            f"max_model_len ({length}): a whole prompt has to fit in one step"
+        )
+    return length

@@ -1,0 +1,112 @@
+"""KVCacheManager: gives every scheduled token a slot, and takes the slots back."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from jpaged.block_pool import Block, BlockPool
+from jpaged.config import CacheSpec
+from jpaged.prefix_cache import PrefixCache
+from jpaged.sequence import Sequence
+
+
+class KVCacheManager:
+    """Joins the block pool, the sequences' block tables and the prefix cache.
+
+    Running out of blocks is a return value, never an exception. After a None nothing has changed.
+    """
+
+    def __init__(self, spec: CacheSpec, *, enable_prefix_caching: bool = True):
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.pool = BlockPool(spec.num_blocks)
+        self.prefix_cache = PrefixCache(spec.block_size)
+        self.enable_prefix_caching = enable_prefix_caching
+
+    @property
+    def usage(self) -> float:
+        """Part of the usable blocks that are owned, 0 to 1."""
+        return self.pool.num_used / self.spec.num_usable_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, seq: Sequence) -> list[Block]:
+        """The cached blocks that seq can start from; never all of it, for its last token must be computed."""
+        if not self.enable_prefix_caching:
+            return []
+        num_blocks = (seq.num_tokens - 1) // self.block_size
+        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks)
+        return self.prefix_cache.match(seq.block_hashes[:num_blocks])
+
+    def admit(self, seq: Sequence, matched: list[Block], num_new_tokens: int) -> list[Block] | None:
+        """Starts a sequence that holds no blocks: shares the matched ones and allocates slots for the next tokens.
+
+        None where the pool cannot hold the whole sequence as it is now: to admit half a prompt invites preemption.
+        """
+        assert not seq.block_table.blocks, f"{seq} already holds blocks"
+        num_matched_free = sum(block.ref_count == 0 for block in matched)
+        if self.num_blocks_for(seq.num_tokens) - len(matched) > self.pool.num_free - num_matched_free:
+            return None
+        for block in matched:
+            self.pool.acquire(block)
+        seq.block_table.blocks.extend(matched)
+        seq.num_computed_tokens = len(matched) * self.block_size
+        return self.allocate_slots(seq, num_new_tokens)
+
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> list[Block] | None:
+        """Blocks for the next num_new_tokens tokens after the computed ones; None, and nothing taken, if too few are free."""
+        blocks = seq.block_table.blocks
+        num_missing = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size) - len(blocks)
+        if num_missing <= 0:
+            return []
+        if num_missing > self.pool.num_free:
+            return None
+        new = [self.pool.pop_free() for _ in range(num_missing)]
+        for block in new:
+            self.prefix_cache.evict(block)
+        blocks.extend(new)
+        return new
+
+    def cache_full_blocks(self, seq: Sequence, num_computed_before: int) -> None:
+        """Makes the blocks that were filled since num_computed_before findable by other sequences."""
+        if not self.enable_prefix_caching:
+            return
+        first, last = num_computed_before // self.block_size, seq.num_computed_tokens // self.block_size
+        if first == last:
+            return
+        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, last)
+        for i in range(first, last):
+            self.prefix_cache.insert(seq.block_table.blocks[i], seq.block_hashes[i])
+
+    def free(self, seq: Sequence) -> None:
+        """Gives all blocks back, the tail first: a prefix is worth more than its continuation."""
+        self.pool.release(seq.block_table.blocks[::-1])
+        seq.block_table.blocks.clear()
+        seq.num_computed_tokens = 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached content; blocks in use stay with their owners."""
+        self.prefix_cache.clear()
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Asserts what must always hold of the pool, given every sequence that exists."""
+        queue = self.pool.free_queue()
+        assert len(queue) == self.pool.num_free, (len(queue), self.pool.num_free)
+        assert self.pool.num_free + self.pool.num_used == self.spec.num_blocks - 1
+        owners = Counter(block.block_id for seq in sequences for block in seq.block_table.blocks)
+        free_ids = {block.block_id for block in queue}
+        assert len(free_ids) == len(queue), "a block is queued twice"
+        for block in self.pool.blocks[1:]:
+            assert block.ref_count == owners[block.block_id], f"{block} has {owners[block.block_id]} tables"
+            assert (block.ref_count == 0) == (block.block_id in free_ids), f"{block} is both used and free, or neither"
+        assert self.pool.null_block.ref_count == 0 and 0 not in owners and 0 not in free_ids
+        for block_hash, block in self.prefix_cache.blocks.items():
+            assert block.block_hash == block_hash, f"{block} is cached under another hash"
+        num_hashed = sum(block.block_hash is not None for block in self.pool.blocks)
+        assert num_hashed == len(self.prefix_cache.blocks), (num_hashed, len(self.prefix_cache.blocks))
+        for seq in sequences:
+            num_slots = len(seq.block_table) * self.block_size
+            assert seq.num_computed_tokens <= num_slots, f"{seq} has KV outside its blocks"
+            # Writing happens at num_computed_tokens and after: that block must not be shared.
+            for block in seq.block_table.blocks[seq.num_computed_tokens // self.block_size :]:
+                assert block.ref_count == 1, f"{seq} would write the shared {block}"

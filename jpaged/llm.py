@@ -1,0 +1,139 @@
+"""LLM: the offline door. Prompts in, finished outputs back, in order."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from jpaged.config import DEFAULT_MODEL, EngineConfig
+from jpaged.engine import LLMEngine
+from jpaged.output_processor import RequestOutputBuilder
+from jpaged.outputs import RequestOutput
+from jpaged.sampling_params import SamplingParams
+from jpaged.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+
+
+class LLM:
+    """An engine in this process, for notebooks and scripts.
+
+    model is what --model takes; further arguments are EngineConfig's fields. Programs are compiled on first use and
+    kept on disk; `warm_up` compiles all of them now.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **engine_config: Any):
+        self.engine = LLMEngine(EngineConfig(model=model, **engine_config))
+        self._request_numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in input order. A prompt is text, token ids, or {"prompt_token_ids": ids}.
+
+        sampling_params is one for all or one each; left out, it is the model's own defaults. Raises ValueError, before
+        anything runs, for a request that cannot be served.
+        """
+        prompts = self._as_list(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        ids = [self._token_ids(prompt) for prompt in prompts]
+        return self._run(texts, ids, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or a list of them, each a list of {"role", "content"}."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        tokenizer = self.get_tokenizer()
+        texts = [
+            tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, **template_args)
+            for conversation in conversations
+        ]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self._run(texts, ids, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def get_metrics(self) -> dict[str, float]:
+        """Every metric of the engine by name."""
+        return self.engine.metrics.snapshot()
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The model's own sampling defaults, with overrides."""
+        return SamplingParams(**{**self.engine.generation_defaults, **overrides})
+
+    def warm_up(self, *, use_tqdm: bool = True) -> None:
+        """Compiles every program, so that nothing compiles later."""
+        programs = self.engine.runner.programs
+        for key in tqdm(programs.keys, desc="compiling", unit="program", disable=not use_tqdm):
+            programs.prepare(key)
+
+    def close(self) -> None:
+        """Frees the engine's memory: weights, pool and programs."""
+        self.engine.close()
+        del self.engine
+
+    @staticmethod
+    def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        is_one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        return [prompts] if is_one else list(prompts)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.engine.tokenizer.encode(prompt)
+        return list(prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt)
+
+    def _run(self, texts, ids, sampling_params, use_tqdm: bool) -> list[RequestOutput]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or self.default_sampling_params()] * len(ids)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(ids):
+            raise ValueError(f"{len(ids)} prompts but {len(params)} sampling_params")
+        for number, (prompt_ids, one) in enumerate(zip(ids, params)):
+            try:
+                self.engine.validate(prompt_ids, one)
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from None
+
+        builders = {}
+        for text, prompt_ids, one in zip(texts, ids, params):
+            request_id = str(next(self._request_numbers))
+            builders[request_id] = RequestOutputBuilder(request_id, text, prompt_ids)
+            builders[request_id].output.metrics = self.engine.add_request(request_id, prompt_ids, one, prompt=text)
+        try:
+            self._drain(builders, use_tqdm)
+        finally:
+            for request_id in builders:
+                self.engine.abort(request_id)  # those left over by an error or an interrupt
+        return [builder.output for builder in builders.values()]
+
+    def _drain(self, builders: dict[str, RequestOutputBuilder], use_tqdm: bool) -> None:
+        num_prompt = num_output = 0
+        with tqdm(total=len(builders), desc="generating", unit="request", disable=not use_tqdm) as bar:
+            while self.engine.has_work:
+                num_finished = 0
+                for delta in self.engine.step():
+                    output = builders[delta.request_id].add(delta)
+                    num_output += len(delta.token_ids)
+                    if output.finished:
+                        num_finished += 1
+                        num_prompt += len(output.prompt_token_ids)
+                if num_finished:
+                    elapsed = max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(
+                        f"in {num_prompt / elapsed:.0f} tok/s, out {num_output / elapsed:.0f} tok/s", refresh=False
+                    )
+                    bar.update(num_finished)

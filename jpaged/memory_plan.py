@@ -1,0 +1,103 @@
+"""Where the memory goes: sizes the KV pool from what is really there, and says so."""
+
+import logging
+from dataclasses import dataclass
+
+import jax
+
+from jpaged.config import CacheSpec, EngineConfig, resolve_max_model_len
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_BYTES = 1 << 30  # the stated default: host memory has no limit that belongs to the engine alone
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What the compiled largest step needs on one device beside weights and pool, in bytes."""
+
+    temp: int
+    output: int
+    code: int
+
+
+def device_limit(device: jax.Device) -> int | None:
+    """Bytes of memory that the device gives to this process; None on CPU, which has no limit of its own."""
+    if device.platform == "cpu":
+        return None
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise NotImplementedError(f"{device} does not tell its memory; give kv_cache_memory_bytes or num_blocks_override")
+    return stats["bytes_limit"]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The bytes of one device (all devices have the same), and the pool that comes of them."""
+
+    spec: CacheSpec
+    device: str
+    limit: int | None
+    weights: int
+    step: StepMemory | None
+    num_programs: int
+    pool: int
+    reason: str
+
+    def table(self) -> str:
+        """The start-up table."""
+        rows = [("weights", self.weights, "")]
+        if self.step is not None:
+            rows.append(("step's temporaries", self.step.temp + self.step.output, "of the largest program"))
+            rows.append(("programs", self.step.code * self.num_programs, f"{self.num_programs} programs"))
+        rows.append(("KV pool", self.pool, f"{self.spec.num_blocks} blocks of {self.spec.block_size} tokens ({self.reason})"))
+        if self.limit is not None:
+            rows.append(("limit", self.limit, f"of {self.device}"))
+        lines = [f"memory on {self.device}:"]
+        lines += [f"  {name:<20}{size / 2**20:>10,.1f} MiB  {note}".rstrip() for name, size, note in rows]
+        tokens, length = self.spec.num_usable_tokens, self.spec.max_model_len
+        lines.append(f"  {tokens:,} tokens fit: {tokens / length:.1f} requests of the maximum length, {length:,} tokens")
+        return "\n".join(lines)
+
+
+def plan_memory(
+    config: EngineConfig,
+    *,
+    max_position: int,
+    block_size: int,
+    bytes_per_block: int,
+    weights: int,
+    device: jax.Device,
+    step: StepMemory | None,
+    num_programs: int,
+) -> MemoryPlan:
+    """Sizes the pool. weights and bytes_per_block are those of one device.
+
+    Raises ValueError when what is left holds no usable pool, with the numbers.
+    """
+    limit = device_limit(device)
+    if config.num_blocks_override is not None:
+        num_blocks, reason = config.num_blocks_override, "num_blocks_override"
+    else:
+        if config.kv_cache_memory_bytes is not None:
+            available, reason = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        elif limit is None:
+            available, reason = CPU_POOL_BYTES, "the default on CPU"
+        else:
+            needed = weights + step.temp + step.output + step.code * num_programs
+            available = int(limit * config.device_memory_utilization) - needed
+            reason = f"what is free of {config.device_memory_utilization:.0%}"
+        num_blocks = available // bytes_per_block
+        if num_blocks < 2:
+            raise ValueError(
+                f"{max(available, 0)} bytes for the KV pool ({reason}) hold {max(num_blocks, 0)} blocks of "
+                f"{bytes_per_block} bytes; at least 2 are needed"
+            )
+    usable_tokens = (num_blocks - 1) * block_size
+    spec = CacheSpec(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=resolve_max_model_len(config, max_position, usable_tokens),
+    )
+    pool = num_blocks * bytes_per_block
+    return MemoryPlan(spec, str(device), limit, weights, step, num_programs, pool, reason)

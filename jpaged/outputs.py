@@ -1,0 +1,70 @@
+"""What a request gives back: deltas while it runs, one RequestOutput in the end."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One candidate token at one position; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+TokenLogprobs = dict[int, Logprob]
+"""token id -> Logprob: the chosen token first, then the best ones in order of rank."""
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What one step added to one request. The last delta of a request has a finish_reason.
+
+    text may lag behind token_ids: an unfinished UTF-8 character, or what may be the head of a stop string, is held back.
+    error is set, with finish_reason "error", when the engine had to give the request up.
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """The one generated continuation of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times on time.monotonic's clock, in seconds; None until it has happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with all that it has produced so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0

@@ -1,0 +1,82 @@
+"""Programs: one compiled step a bucket, compiled on first use or ahead of it in the background."""
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+
+logger = logging.getLogger(__name__)
+
+class Programs:
+    """A table of programs by bucket. Threads may ask at once: each program is compiled once, others wait for it.
+
+    on_compiled is told for each program whether a step waited for it ("serving") or not ("warmup").
+    """
+
+    def __init__(self, compile_program: Callable[[Hashable], Callable], keys: list[Hashable], on_compiled: Callable[[str], None]):
+        self._compile = compile_program
+        self._on_compiled = on_compiled
+        self.keys = keys
+        self._futures: dict[Hashable, Future] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.num_compiled = 0
+        self.error: BaseException | None = None  # why the background gave up
+
+    def __getitem__(self, key: Hashable) -> Callable:
+        """The program for key, compiled now if nobody did; raises what the compiler raised."""
+        return self._get(key, "serving")
+
+    def _get(self, key: Hashable, phase: str) -> Callable:
+        with self._lock:
+            future = self._futures.get(key)
+            is_mine = future is None
+            if is_mine:
+                future = self._futures[key] = Future()
+        if is_mine:
+            try:
+                future.set_result(self._compile(key))
+            except BaseException as error:
+                with self._lock:
+                    del self._futures[key]  # the next caller tries again
+                future.set_exception(error)
+                raise
+            with self._lock:
+                self.num_compiled += 1
+            self._on_compiled(phase)
+        return future.result()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_compiled == len(self.keys)
+
+    def prepare(self, key: Hashable) -> None:
+        """Compiles a program ahead of its use."""
+        self._get(key, "warmup")
+
+    def compile_all(self) -> None:
+        """Compiles what is missing, in order, until it is done or `close` is called."""
+        for key in self.keys:
+            if self._stopping.is_set():
+                return
+            self.prepare(key)
+
+    def compile_in_background(self) -> None:
+        """Starts a thread that does `compile_all`. What it cannot compile is logged and left to first use."""
+
+        def work():
+            try:
+                self.compile_all()
+            except Exception as error:  # the thread's last frame: a step that needs the program will raise it again
+                self.error = error
+                logger.exception("compiling ahead failed; programs are compiled on first use instead")
+
+        self._thread = threading.Thread(target=work, name="jpaged-compile", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops compiling ahead, after the program in hand."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()

@@ -1,0 +1,227 @@
+"""sample(logits, parameters) -> tokens and log-probs: one program for every mix of requests."""
+
+from dataclasses import dataclass, fields
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jpaged.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+
+MAX_BANNED_TOKENS = MAX_STOP_TOKEN_IDS + 16  # a request's own stop tokens and the model's ends of text
+_LANES = 128  # the vocabulary is summed in runs of this many tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingBatch:
+    """One row a token to sample. On the host the arrays are numpy and written in place.
+
+    seeds are 64 bits as two words; positions index the sampled token in its sequence; banned_ids are filled up with -1.
+    """
+
+    temperature: Float[Array, "R"]
+    top_p: Float[Array, "R"]
+    min_p: Float[Array, "R"]
+    top_k: Int[Array, "R"]
+    seeds: UInt32[Array, "R 2"]
+    positions: Int[Array, "R"]
+    wants_logprobs: Bool[Array, "R"]
+    banned_ids: Int[Array, "R banned"]
+
+    @classmethod
+    def neutral(cls, num_rows: int) -> "SamplingBatch":
+        """Greedy rows without any filter, as numpy arrays."""
+        return cls(
+            temperature=np.zeros(num_rows, np.float32),
+            top_p=np.ones(num_rows, np.float32),
+            min_p=np.zeros(num_rows, np.float32),
+            top_k=np.zeros(num_rows, np.int32),
+            seeds=np.zeros((num_rows, 2), np.uint32),
+            positions=np.zeros(num_rows, np.int32),
+            wants_logprobs=np.zeros(num_rows, bool),
+            banned_ids=np.full((num_rows, MAX_BANNED_TOKENS), -1, np.int32),
+        )
+
+    def set_row(self, row: int, params: SamplingParams, seed: int) -> None:
+        """Writes a request's parameters into a host row."""
+        self.temperature[row] = 0.0 if params.is_greedy else params.temperature
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.top_k[row] = max(params.top_k, 0)
+        self.seeds[row] = seed >> 32, seed & 0xFFFFFFFF
+        self.wants_logprobs[row] = params.logprobs is not None
+
+    def copy_rows(self, source: "SamplingBatch", rows: np.ndarray) -> None:
+        """Fills the first host rows with the given rows of source."""
+        for f in fields(self):
+            getattr(self, f.name)[: len(rows)] = getattr(source, f.name)[rows]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled:
+    """What came of a step. The log-probs are of the model's own distribution; zeros where no row asked for them."""
+
+    token_ids: Int[Array, "R"]
+    logprobs: Float[Array, "R"]
+    ranks: Int[Array, "R"]
+    top_ids: Int[Array, "R top"]
+    top_logprobs: Float[Array, "R top"]
+
+    @classmethod
+    def empty(cls) -> "Sampled":
+        """One of no rows, for its structure."""
+        return cls(*(np.zeros(0) for _ in fields(cls)))
+
+
+def sample(logits: Float[Array, "R V"], batch: SamplingBatch, *, max_logprobs: int) -> Sampled:
+    """Draws one token a row.
+
+    A row's draw is a function of its logits, its seed and its position alone. Work that no row of the step needs is
+    skipped by `lax.cond`, so a mix of requests never compiles anew.
+    """
+    masked = jax.lax.cond(jnp.any(batch.banned_ids >= 0), _ban, lambda x, _: x, logits, batch.banned_ids)
+    greedy = _argmax(masked)
+    token_ids = jax.lax.cond(jnp.any(batch.temperature > 0), _draw, lambda x, b, g: g, masked, batch, greedy)
+    logprobs, ranks, top_ids, top_logprobs = jax.lax.cond(
+        jnp.any(batch.wants_logprobs),
+        lambda x, t: _logprobs(x, t, max_logprobs),
+        lambda x, t: _no_logprobs(x, max_logprobs),
+        logits,
+        token_ids,
+    )
+    return Sampled(token_ids, logprobs, ranks, top_ids, top_logprobs)
+
+
+def _ban(logits, banned_ids):
+    rows = jnp.arange(logits.shape[0])[:, None]
+    columns = jnp.where(banned_ids >= 0, banned_ids, logits.shape[1])  # out of range: dropped
+    return logits.at[rows, columns].set(-jnp.inf, mode="drop")
+
+
+def _draw(logits, batch: SamplingBatch, greedy):
+    """Inverse transform sampling from the filtered distribution; greedy rows keep their token."""
+    is_random = batch.temperature > 0
+    scaled = logits / jnp.where(is_random, batch.temperature, 1.0)[:, None]
+    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+    threshold = _filter_threshold(scaled, batch)
+    weights = jnp.where(_order(scaled) >= threshold[:, None], jnp.exp(scaled), 0.0)
+    drawn = _inverse_cdf(weights, _uniform(batch.seeds, batch.positions))
+    return jnp.where(is_random, drawn, greedy)
+
+
+def _uniform(seeds: UInt32[Array, "R 2"], positions: Int[Array, "R"]) -> Float[Array, "R"]:
+    """In [0, 1): a function of (seed, position); the sample's index, always 0 by now, is folded in before position."""
+
+    def one(seed, position):
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 0), position))
+
+    return jax.vmap(one)(seeds, positions)
+
+
+def _order(x: Float[Array, "R V"]) -> Int[Array, "R V"]:
+    """Integers in the same order as the floats."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _filter_threshold(scaled: Float[Array, "R V"], batch: SamplingBatch) -> Int[Array, "R"]:
+    """The order value of the least likely token that min_p, top_k and top_p, in this order, let pass.
+
+    Tokens tied with the last one pass with it. scaled has its maximum at 0.
+    """
+    lowest = jnp.iinfo(jnp.int32).min
+    order = _order(scaled)
+    log_min_p = jnp.where(batch.min_p > 0, jnp.log(batch.min_p), -jnp.inf)
+    by_min_p = _order(log_min_p[:, None])[:, 0]
+
+    def top_k(_):
+        found = _largest_threshold(order, jnp.ones_like(scaled), batch.top_k.astype(jnp.float32))
+        return jnp.where(batch.top_k > 0, found, lowest)
+
+    threshold = jnp.maximum(
+        by_min_p, jax.lax.cond(jnp.any(batch.top_k > 0), top_k, lambda _: jnp.full_like(by_min_p, lowest), None)
+    )
+
+    def top_p(threshold):
+        weights = jnp.where(order >= threshold[:, None], jnp.exp(scaled), 0.0)
+        found = _largest_threshold(order, weights, batch.top_p * _vocab_sum(weights))
+        found = jnp.minimum(found, _order(jnp.float32(0)))  # a top_p that rounds to no mass keeps the best token
+        return jnp.where(batch.top_p < 1, jnp.maximum(found, threshold), threshold)
+
+    return jax.lax.cond(jnp.any(batch.top_p < 1), top_p, lambda t: t, threshold)
+
+
+def _largest_threshold(order: Int[Array, "R V"], weights: Float[Array, "R V"], target: Float[Array, "R"]):
+    """The largest t with sum(weights where order >= t) >= target, bit by bit: 32 passes, exact, and no sort."""
+
+    def narrow(i, low):
+        # Bits are decided from the top; the sum runs in uint32 order, whose sign bit is flipped.
+        candidate = low | (jnp.uint32(1) << (31 - i))
+        signed = jax.lax.bitcast_convert_type(candidate ^ jnp.uint32(0x80000000), jnp.int32)
+        mass = _vocab_sum(jnp.where(order >= signed[:, None], weights, 0.0))
+        return jnp.where(mass >= target, candidate, low)
+
+    found = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(order.shape[0], jnp.uint32))
+    return jax.lax.bitcast_convert_type(found ^ jnp.uint32(0x80000000), jnp.int32)
+
+
+def _runs(x: Float[Array, "R V"], padding: float = 0.0) -> Float[Array, "R runs lanes"]:
+    rows, vocab = x.shape
+    return jnp.pad(x, ((0, 0), (0, -vocab % _LANES)), constant_values=padding).reshape(rows, -1, _LANES)
+
+
+def _argmax(x: Float[Array, "R V"]) -> Int[Array, "R"]:
+    """The first of the largest, as jnp.argmax, by reductions across vectors: a fifth of its time on CPU."""
+    rows, vocab = x.shape
+    runs = _runs(x, -jnp.inf)
+    top = jnp.max(jnp.max(runs, axis=1), axis=1)
+    run = jnp.arange(runs.shape[1], dtype=jnp.int32)[:, None]
+    first_run = jnp.min(jnp.where(runs == top[:, None, None], run, vocab), axis=1)
+    token = jnp.where(first_run < vocab, first_run * _LANES + jnp.arange(_LANES), vocab - 1)
+    return jnp.min(token, axis=1)
+
+
+def _vocab_sum(x: Float[Array, "R V"]) -> Float[Array, "R"]:
+    return jnp.sum(jnp.sum(_runs(x), axis=1), axis=1)  # the first sum is across vectors: fast on CPU
+
+
+def _inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, "R"]) -> Int[Array, "R"]:
+    """The first token whose cumulative weight passes uniform * total, found in two levels: the run, then the token.
+
+    Tokens of weight 0 are left out by name: cumsum adds in a tree, so an entry after one can be a rounding larger.
+    """
+    runs = _runs(weights)
+    run_sums = jnp.sum(runs, axis=2)
+    run_ends = jnp.cumsum(run_sums, axis=1)
+    passable = jnp.where(run_sums > 0, run_ends, 0.0)
+    target = uniform * jnp.max(passable, axis=1)
+    run = jnp.argmax(passable > target[:, None], axis=1)
+    row = jnp.arange(runs.shape[0])
+    residual = target - jnp.where(run > 0, run_ends[row, run - 1], 0.0)
+    inside = runs[row, run]
+    ends = jnp.where(inside > 0, jnp.cumsum(inside, axis=1), 0.0)
+    # Rounding can leave the run's own sum a hair under the residual: then its last positive token is meant.
+    residual = jnp.clip(residual, 0.0, jnp.nextafter(jnp.max(ends, axis=1), jnp.float32(0)))
+    return (run * _LANES + jnp.argmax(ends > residual[:, None], axis=1)).astype(jnp.int32)
+
+
+def _logprobs(logits, token_ids, max_logprobs: int):
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
+    ranks = 1 + jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32)
+    top_logprobs, top_ids = jax.lax.top_k(logprobs, max_logprobs)
+    return chosen[:, 0], ranks, top_ids, top_logprobs
+
+
+def _no_logprobs(logits, max_logprobs: int):
+    rows = logits.shape[0]
+    return (
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros((rows, max_logprobs), jnp.int32),
+        jnp.zeros((rows, max_logprobs), jnp.float32),
+    )

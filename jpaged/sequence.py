@@ -1,0 +1,94 @@
+"""Sequence: one request's tokens and where their KV is."""
+
+from enum import Enum, auto
+
+from jpaged.block_table import BlockTable
+from jpaged.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # holds no blocks and no row
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class FinishReason:
+    """Why a sequence ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Sequence:
+    """The tokens of a request, prompt first, and the state that the scheduler keeps of it.
+
+    num_computed_tokens: tokens whose KV is in the pool. row: the sequence's place in the batch builder's arrays while
+    it runs. seed: 64 bits that, with the position, decide every draw. max_tokens: output tokens allowed, already cut to
+    the context.
+    """
+
+    __slots__ = (
+        "request_id", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens",
+        "block_table", "block_hashes", "status", "row", "seed", "max_tokens", "stop_token_ids",
+        "finish_reason", "stop_reason",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ):
+        self.request_id = request_id
+        self.params = params
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None  # prefix-cache hit at first admission
+        self.block_table = BlockTable()
+        self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, as far as anyone asked
+        self.status = SequenceStatus.WAITING
+        self.row: int | None = None
+        self.seed = int(seed) % 2**64  # int: of numpy integers no 64 bits are left over for the modulus
+        self.max_tokens = max_tokens
+        eos = frozenset() if params.ignore_eos else eos_token_ids
+        self.stop_token_ids = eos | frozenset(params.stop_token_ids)
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def append(self, token_id: int) -> str | None:
+        """Adds a sampled token; returns the finish reason that it causes, and sets stop_reason."""
+        self.token_ids.append(token_id)
+        num_output = self.num_output_tokens
+        if token_id in self.stop_token_ids and num_output >= self.params.min_tokens:
+            self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= self.max_tokens else None
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id!r}, {self.status.name}, tokens={self.num_tokens}, "
+            f"computed={self.num_computed_tokens}, blocks={len(self.block_table.blocks)})"
+        )

@@ -1,0 +1,150 @@
+"""Answers: what the engine's deltas look like to an OpenAI client, whole or in chunks."""
+
+import time
+from collections.abc import Sequence
+from itertools import chain
+from typing import ClassVar
+
+from jpaged.outputs import OutputDelta
+from jpaged.serve.logprobs import chat_logprobs, completion_logprobs
+from jpaged.serve.protocol import GenerationBody
+
+
+def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """All the deltas of one request as one."""
+    last = deltas[-1]
+    return OutputDelta(
+        request_id=last.request_id,
+        text="".join(delta.text for delta in deltas),
+        token_ids=list(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=list(chain.from_iterable(delta.logprobs or () for delta in deltas)),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+    )
+
+
+class Answer:
+    """The answer to one HTTP request, of one choice for each prompt.
+
+    Either whole() once, with the merged delta of every choice, or opening(), chunk() for each delta, and closing().
+    """
+
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, answer_id: str, model: str, body: GenerationBody, prompts: Sequence[list[int]]):
+        options = body.stream_options
+        self._body = body
+        self._prompts = prompts
+        self._num_logprobs = body.num_logprobs()
+        self._has_usage_chunk = bool(options and options.include_usage)
+        self._has_usage_always = bool(options and options.continuous_usage_stats)
+        self._num_tokens = 0
+        self._num_cached = [0] * len(prompts)
+        self._head = {"id": answer_id, "object": self.chunk_object, "created": int(time.time()), "model": model}
+
+    def whole(self, deltas: Sequence[OutputDelta]) -> dict:
+        for index, delta in enumerate(deltas):
+            self._count(index, delta)
+        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
+        return self._head | {"object": self.object, "choices": choices, "usage": self._usage()}
+
+    def opening(self) -> list[dict]:
+        return []
+
+    def chunk(self, index: int, delta: OutputDelta) -> list[dict]:
+        """The chunks that this delta is worth: none where a client would see nothing new."""
+        self._count(index, delta)
+        is_silent = not delta.text and delta.finish_reason is None
+        if is_silent and self._num_logprobs is None and not self._body.return_token_ids:
+            return []
+        return [self._chunk([self._choice(index, delta, is_chunk=True)])]
+
+    def closing(self) -> list[dict]:
+        return [self._head | {"choices": [], "usage": self._usage()}] if self._has_usage_chunk else []
+
+    def _chunk(self, choices: list[dict]) -> dict:
+        chunk = self._head | {"choices": choices}
+        if self._has_usage_always:
+            chunk["usage"] = self._usage()
+        elif self._has_usage_chunk:
+            chunk["usage"] = None
+        return chunk
+
+    def _choice(self, index: int, delta: OutputDelta, *, is_chunk: bool = False) -> dict:
+        raise NotImplementedError
+
+    def _count(self, index: int, delta: OutputDelta) -> None:
+        self._num_tokens += len(delta.token_ids)
+        self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
+
+    def _usage(self) -> dict:
+        num_prompt_tokens = sum(map(len, self._prompts))
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": num_prompt_tokens + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
+        }
+
+
+class CompletionAnswer(Answer):
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+
+    def __init__(self, answer_id: str, model: str, body: GenerationBody, prompts: Sequence[list[int]]):
+        super().__init__(answer_id, model, body, prompts)
+        self._text_offsets = [0] * len(prompts)
+        self._has_prompt_ids = [False] * len(prompts)
+
+    def _choice(self, index: int, delta: OutputDelta, *, is_chunk: bool = False) -> dict:
+        logprobs = None
+        if self._num_logprobs is not None:
+            logprobs = completion_logprobs(delta.logprobs or (), self._num_logprobs, self._text_offsets[index])
+            self._text_offsets[index] += sum(map(len, logprobs["tokens"]))
+        choice = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if not self._has_prompt_ids[index]:  # once a choice, in its first chunk
+                choice["prompt_token_ids"] = self._prompts[index]
+                self._has_prompt_ids[index] = True
+        return choice
+
+
+class ChatAnswer(Answer):
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def whole(self, deltas: Sequence[OutputDelta]) -> dict:
+        answer = super().whole(deltas)
+        return answer | {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else answer
+
+    def opening(self) -> list[dict]:
+        delta = {"role": "assistant", "content": ""}
+        chunk = self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+        return [chunk | {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else chunk]
+
+    def _choice(self, index: int, delta: OutputDelta, *, is_chunk: bool = False) -> dict:
+        logprobs = None
+        if self._num_logprobs is not None:
+            logprobs = chat_logprobs(delta.logprobs or (), self._num_logprobs)
+        said = (
+            {"delta": {"content": delta.text}}
+            if is_chunk
+            else {"message": {"role": "assistant", "content": delta.text}}
+        )
+        choice = {"index": index} | said | {"logprobs": logprobs, "finish_reason": delta.finish_reason}
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice

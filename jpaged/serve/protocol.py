@@ -1,0 +1,219 @@
+"""The bodies of requests: names and types. What a value may be, SamplingParams and the engine know."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from jpaged.sampling_params import SamplingParams
+from jpaged.serve.errors import bad_request, caller_errors, from_validation, shown
+from jpaged.serve.unsupported import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS, TOKENIZE, refuse_unsupported
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions
+MAX_PROMPTS = 2048  # in one completion request
+MAX_TOP_LOGPROBS_OF_CHAT = 20
+
+
+class Body(BaseModel):
+    """A JSON object of known fields; null means left out."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    neutral: ClassVar[Mapping[str, tuple]] = {}
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises a 400 in one line: malformed JSON, invalid UTF-8, a wrong type, an unknown or unsupported field."""
+        try:
+            parsed = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise from_validation(error) from None
+        refuse_unsupported(parsed.model_extra, cls.neutral)
+        parsed.check()
+        return parsed
+
+    def check(self) -> None:
+        """What pydantic's types cannot say. Raises a 400."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        if (name := self.request_id) and not (name.isascii() and name.isprintable() and " " not in name):
+            # it goes into a header and into the log
+            raise bad_request(f"request_id must be ASCII without spaces, got {shown(name)}", "request_id")
+        if self.stream_options is not None:
+            if not self.stream:
+                raise bad_request("stream_options needs stream to be true", "stream_options")
+            refuse_unsupported(self.stream_options.model_extra, STREAM_OPTIONS, "stream_options")
+
+    def num_logprobs(self) -> int | None:
+        """How many alternatives are asked for at each position; None for no log-probs at all."""
+        raise NotImplementedError
+
+    def sampling_params(self, defaults: Mapping[str, Any], *, max_tokens: int | None) -> SamplingParams:
+        """The request's values, then the model's defaults, then OpenAI's. Raises a 400 for a value out of range.
+
+        max_tokens: the default where neither the request nor the model says.
+        """
+        names = SamplingParams.__dataclass_fields__.keys() & GenerationBody.model_fields.keys()
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        with caller_errors():
+            return SamplingParams(
+                **{"max_tokens": max_tokens} | dict(defaults) | given | {"logprobs": self.num_logprobs()}
+            )
+
+
+class CompletionBody(GenerationBody):
+    neutral = COMPLETION
+
+    prompt: Any = None
+    logprobs: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        self.prompts()
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a choice. Raises a 400 for anything but the four shapes of OpenAI."""
+        prompt = self.prompt
+        if prompt is None:
+            raise bad_request("prompt is required", "prompt")
+        if isinstance(prompt, str) or _is_token_ids(prompt):
+            return [prompt]
+        if isinstance(prompt, list) and prompt:
+            if len(prompt) > MAX_PROMPTS:
+                raise bad_request(f"prompt holds {len(prompt)} prompts, the limit is {MAX_PROMPTS}", "prompt")
+            if all(isinstance(p, str) for p in prompt) or all(_is_token_ids(p) for p in prompt):
+                return prompt
+        raise bad_request(
+            "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids, none of "
+            f"them empty, got {shown(prompt)}",
+            "prompt",
+        )
+
+
+class Message(BaseModel):
+    """One turn. The content may come in parts, of which only text is known."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+
+    def for_template(self, where: str) -> dict[str, str]:
+        refuse_unsupported(self.model_extra, MESSAGE, where)
+        if self.content is None:
+            raise bad_request(f"{where}.content is required", "messages")
+        parts = [self.content] if isinstance(self.content, str) else [
+            _text_of(part, f"{where}.content[{i}]") for i, part in enumerate(self.content)
+        ]  # fmt: skip
+        message = {"role": self.role, "content": "\n".join(parts)}  # vLLM joins parts by a line break too
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatFields(Body):
+    """How messages become a prompt."""
+
+    messages: list[Message]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def messages_for_template(self) -> list[dict[str, str]]:
+        if not self.messages:
+            raise bad_request("messages must not be empty", "messages")
+        return [message.for_template(f"messages[{i}]") for i, message in enumerate(self.messages)]
+
+
+class ChatBody(ChatFields, GenerationBody):
+    neutral = CHAT
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise bad_request(
+                    f"max_completion_tokens ({self.max_completion_tokens}) and max_tokens ({self.max_tokens}) are one "
+                    "limit: give one of them",
+                    "max_completion_tokens",
+                )
+            self.max_tokens = self.max_completion_tokens
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_TOP_LOGPROBS_OF_CHAT:
+            raise bad_request(
+                f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS_OF_CHAT}], got {self.top_logprobs}", "top_logprobs"
+            )
+
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(ChatFields):
+    """Either a prompt or messages."""
+
+    neutral = TOKENIZE
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(type(token) is int for token in value)
+
+
+def _text_of(part: dict[str, Any], where: str) -> str:
+    kind, text = part.get("type"), part.get("text")
+    if kind != "text":
+        raise bad_request(f"{where}.type {shown(kind)} is not supported, only 'text' is", "messages")
+    if not isinstance(text, str):
+        raise bad_request(f"{where}.text must be a string, got {shown(text)}", "messages")
+    refuse_unsupported({name: value for name, value in part.items() if name not in ("type", "text")}, {}, where)
+    return text

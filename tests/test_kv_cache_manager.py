@@ -1,0 +1,307 @@
+"""KVCacheManager: whatever requests do, every token's KV is where its table says, and nobody overwrites what others share.
+
+The walk keeps a model of the pool's content: slot -> the tokens up to and with the one whose KV was written there. Equal
+entries mean equal KV, so a slot is right exactly where its entry is the sequence's own prefix.
+"""
+
+import hashlib
+from array import array
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jpaged.config import CacheSpec
+from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.sampling_params import SamplingParams
+from jpaged.sequence import Sequence
+
+SIZE = 4
+
+
+def make_manager(num_blocks, **options):
+    return KVCacheManager(CacheSpec(num_blocks=num_blocks, block_size=SIZE, max_model_len=64), **options)
+
+
+def make_sequence(tokens, name="a"):
+    return Sequence(name, tokens, SamplingParams(), seed=0, max_tokens=100)
+
+
+def snapshot(manager, sequences):
+    """All that must not change when a call answers None."""
+    return (
+        [block.block_id for block in manager.pool.free_queue()],
+        [(block.ref_count, block.block_hash) for block in manager.pool.blocks],
+        {h: block.block_id for h, block in manager.prefix_cache.blocks.items()},
+        [(seq.block_table.block_ids(), seq.num_computed_tokens) for seq in sequences],
+    )
+
+
+class PoolWalk(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.prompts: list[list[int]] = [[]]
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.num_requests = 0
+
+    @initialize(num_blocks=st.integers(5, 12), enable_prefix_caching=st.sampled_from([True, True, True, False]))
+    def start(self, num_blocks, enable_prefix_caching):
+        self.manager = make_manager(num_blocks, enable_prefix_caching=enable_prefix_caching)
+
+    @property
+    def sequences(self):
+        return [*self.running, *self.waiting]
+
+    def free_ids(self):
+        return {block.block_id for block in self.manager.pool.free_queue()}
+
+    def cached_prefixes(self):
+        """The whole prefixes that blocks of the cache hold, by content."""
+        return {self.content[block.block_id * SIZE + SIZE - 1] for block in self.manager.prefix_cache.blocks.values()}
+
+    def compute(self, seq, num_tokens):
+        """The device's part of a step: reads all before, writes num_tokens."""
+        computed = seq.num_computed_tokens
+        for position in range(computed):
+            slot = seq.block_table.slot(position, SIZE)
+            assert self.content[slot] == tuple(seq.token_ids[: position + 1]), f"{seq} reads foreign KV at {position}"
+        for position in range(computed, computed + num_tokens):
+            slot = seq.block_table.slot(position, SIZE)
+            block = self.manager.pool.blocks[slot // SIZE]
+            assert block.block_id != 0 and block.ref_count == 1, f"{seq} writes {block}"
+            assert block.block_hash is None, f"{seq} writes {block}, which others may find"
+            self.content[slot] = tuple(seq.token_ids[: position + 1])
+        seq.num_computed_tokens += num_tokens
+        self.manager.cache_full_blocks(seq, computed)
+
+    @rule(
+        which=st.integers(0, 99), shared=st.integers(0, 16), tail=st.lists(st.integers(0, 1), min_size=1, max_size=10)
+    )
+    def arrive(self, which, shared, tail):
+        prompt = (self.prompts[which % len(self.prompts)][:shared] + tail)[:20]
+        if self.manager.num_blocks_for(len(prompt) + 1) > self.manager.spec.num_usable_blocks:
+            return  # refused at admission to the engine
+        self.prompts.append(prompt)
+        self.num_requests += 1
+        self.waiting.append(make_sequence(prompt, str(self.num_requests)))
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 99), share=st.floats(0, 1))
+    def admit(self, which, share):
+        seq = self.waiting[which % len(self.waiting)]
+        matched = self.manager.match_prefix(seq)
+
+        cached = self.cached_prefixes()
+        longest = 0
+        while (longest + 1) * SIZE < seq.num_tokens and tuple(seq.token_ids[: (longest + 1) * SIZE]) in cached:
+            longest += 1
+        assert len(matched) == (longest if self.manager.enable_prefix_caching else 0)
+
+        missing = seq.num_tokens - len(matched) * SIZE
+        num_new = max(1, round(share * missing))
+        num_needed = -(-seq.num_tokens // SIZE) - len(matched)
+        fits = num_needed <= len(self.free_ids() - {block.block_id for block in matched})
+        before = snapshot(self.manager, self.sequences)
+        got = self.manager.admit(seq, matched, num_new)
+        assert (got is not None) == fits
+        if got is None:
+            assert snapshot(self.manager, self.sequences) == before
+            return
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        assert seq.num_computed_tokens == len(matched) * SIZE < seq.num_tokens
+        assert seq.block_table.blocks == matched + got
+        self.compute(seq, num_new)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99), most=st.integers(1, 9), token=st.integers(0, 1))
+    def advance(self, which, most, token):
+        """A chunk of a prompt, or a decode; the last token of either yields the next."""
+        seq = self.running[which % len(self.running)]
+        num_tokens = min(most, seq.num_tokens - seq.num_computed_tokens)
+        num_needed = -(-(seq.num_computed_tokens + num_tokens) // SIZE) - len(seq.block_table)
+        num_free, before = len(self.free_ids()), snapshot(self.manager, self.sequences)
+        got = self.manager.allocate_slots(seq, num_tokens)
+        assert (got is not None) == (num_needed <= num_free)
+        if got is None:
+            assert snapshot(self.manager, self.sequences) == before
+            victim = self.running.pop()
+            self.manager.free(victim)
+            self.waiting.append(victim)
+            return
+        self.compute(seq, num_tokens)
+        if seq.num_computed_tokens == seq.num_tokens:
+            if seq.num_tokens == 24:
+                self.running.remove(seq)
+                self.manager.free(seq)
+            else:
+                seq.append(token)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99), comes_back=st.booleans())
+    def leave(self, which, comes_back):
+        seq = self.running.pop(which % len(self.running))
+        num_used = self.manager.pool.num_used
+        num_own = sum(block.ref_count == 1 for block in seq.block_table.blocks)
+        self.manager.free(seq)
+        assert self.manager.pool.num_used == num_used - num_own
+        assert (seq.num_computed_tokens, len(seq.block_table)) == (0, 0)
+        if comes_back:
+            self.waiting.append(seq)
+
+    @precondition(lambda self: self.running)
+    @rule(how_rare=st.integers(0, 9))
+    def reset(self, how_rare):
+        if how_rare:
+            return
+        self.manager.reset_prefix_cache()
+        assert all(self.manager.match_prefix(seq) == [] for seq in self.waiting)
+
+    @invariant()
+    def pool_is_sound(self):
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check_invariants(self.sequences)
+        for block_hash, block in self.manager.prefix_cache.blocks.items():
+            tokens = self.content[block.block_id * SIZE + SIZE - 1]
+            assert len(tokens) % SIZE == 0
+            expected = bytes(32)
+            for i in range(0, len(tokens), SIZE):
+                expected = hashlib.sha256(expected + array("q", tokens[i : i + SIZE]).tobytes()).digest()
+            assert block_hash == expected, f"{block} is found under a hash that is not its content's"
+            for offset in range(SIZE):
+                held = self.content[block.block_id * SIZE + offset]
+                assert held == tokens[: len(tokens) - SIZE + 1 + offset], f"{block} holds mixed content"
+
+    def teardown(self):
+        if not hasattr(self, "manager"):
+            return
+        for seq in self.running:
+            self.manager.free(seq)
+        self.manager.check_invariants(self.sequences)
+        assert self.manager.pool.num_free == self.manager.spec.num_usable_blocks
+
+
+PoolWalk.TestCase.settings = settings(
+    max_examples=80, stateful_step_count=60, derandomize=True, deadline=None, database=None
+)
+TestAnyWalkOfRequestsKeepsThePoolSound = PoolWalk.TestCase
+
+
+def run_prompt(manager, tokens, name="a"):
+    """Admits a sequence and computes its prompt at once; returns it with the number of tokens found in the cache."""
+    seq = make_sequence(tokens, name)
+    matched = manager.match_prefix(seq)
+    assert manager.admit(seq, matched, seq.num_tokens - len(matched) * SIZE) is not None
+    before = seq.num_computed_tokens
+    seq.num_computed_tokens = seq.num_tokens
+    manager.cache_full_blocks(seq, before)
+    return seq, before
+
+
+@pytest.mark.parametrize("num_tokens, num_hit", [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
+def test_hit_never_covers_the_last_token(num_tokens, num_hit):
+    manager, prompt = make_manager(20), list(range(num_tokens))
+    run_prompt(manager, prompt)
+    assert run_prompt(manager, prompt, "b")[1] == num_hit
+
+
+def test_running_sequence_shares_its_blocks_with_one_that_starts_alike():
+    manager = make_manager(20)
+    first, _ = run_prompt(manager, [1] * 9)
+    second, _ = run_prompt(manager, [1] * 8 + [2])
+    assert second.block_table.block_ids()[:2] == first.block_table.block_ids()[:2]
+    assert [block.ref_count for block in second.block_table.blocks] == [2, 2, 1]
+    assert manager.pool.num_used == 4
+    assert manager.usage == 4 / 19
+
+
+def test_finished_sequence_leaves_its_prefix_findable_until_the_blocks_are_needed():
+    manager = make_manager(5)
+    seq, _ = run_prompt(manager, list(range(9)))
+    manager.free(seq)
+    other, _ = run_prompt(manager, [50, 51, 52, 53])  # takes the block that was never used, then gives it back
+    manager.free(other)
+    again, num_hit = run_prompt(manager, list(range(9)), "b")
+    assert num_hit == 8
+    manager.free(again)
+    run_prompt(manager, list(range(100, 116)), "c")  # takes all four
+    assert manager.match_prefix(make_sequence(list(range(9)))) == []
+
+
+def test_continuation_is_given_up_before_its_prefix():
+    manager = make_manager(5)
+    seq, _ = run_prompt(manager, list(range(16)))
+    manager.free(seq)
+    run_prompt(manager, [90] * 5, "b")  # takes two of the four
+    assert len(manager.match_prefix(make_sequence(list(range(16)) + [0]))) == 2
+
+
+def test_matched_blocks_that_wait_in_the_free_queue_are_not_counted_as_free():
+    manager = make_manager(5)  # four usable
+    seq, _ = run_prompt(manager, list(range(8)))
+    manager.free(seq)
+    late = make_sequence(list(range(8)) + [1] * 9)  # five blocks, two of them cached: three are needed, two are left
+    assert manager.admit(late, manager.match_prefix(late), 1) is None
+    fitting = make_sequence(list(range(8)) + [1] * 8)
+    assert manager.admit(fitting, manager.match_prefix(fitting), 1) is not None
+
+
+def test_sequence_is_admitted_only_where_all_of_it_fits_now():
+    manager = make_manager(4)
+    assert manager.admit(make_sequence([1] * 13), [], 1) is None
+    assert manager.admit(make_sequence([1] * 12), [], 1) is not None
+    assert manager.pool.num_used == 1  # slots are taken only for the tokens of this step
+
+
+def test_slots_within_the_last_block_cost_no_new_block():
+    manager = make_manager(4)
+    seq = make_sequence([1] * 3)
+    assert len(manager.admit(seq, [], 3)) == 1
+    seq.num_computed_tokens = 3
+    seq.append(1)
+    assert manager.allocate_slots(seq, 1) == []
+    seq.num_computed_tokens = 4
+    seq.append(1)
+    assert len(manager.allocate_slots(seq, 1)) == 1
+
+
+def test_without_prefix_caching_nothing_is_ever_shared():
+    manager = make_manager(20, enable_prefix_caching=False)
+    run_prompt(manager, [1] * 9)
+    assert run_prompt(manager, [1] * 9)[1] == 0
+    assert manager.pool.num_used == 6 and not manager.prefix_cache.blocks
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda m, seq: m.pool.release([seq.block_table.blocks[0]]), "tables"),
+        (lambda m, seq: m.pool.acquire(seq.block_table.blocks[0]), "tables"),
+        (lambda m, seq: seq.block_table.blocks.pop(), "tables"),
+        (lambda m, seq: setattr(seq, "num_computed_tokens", 13), "outside its blocks"),
+        (lambda m, seq: setattr(seq.block_table.blocks[0], "block_hash", b"other"), "another hash"),
+        (lambda m, seq: setattr(m.pool.blocks[9], "block_hash", b"stale"), None),
+        (lambda m, seq: setattr(m.pool, "num_free", 3), None),
+    ],
+)
+def test_invariant_check_finds_damage(damage, message):
+    manager = make_manager(12)
+    seq, _ = run_prompt(manager, [1] * 12)
+    manager.check_invariants([seq])
+    damage(manager, seq)
+    with pytest.raises(AssertionError, match=message):
+        manager.check_invariants([seq])
+
+
+def test_invariant_check_finds_a_sequence_about_to_write_a_shared_block():
+    manager = make_manager(12)
+    first, _ = run_prompt(manager, [1] * 9)
+    second, _ = run_prompt(manager, [1] * 9)
+    manager.check_invariants([first, second])
+    second.num_computed_tokens = 7
+    with pytest.raises(AssertionError, match="would write the shared"):
+        manager.check_invariants([first, second])

@@ -1,0 +1,147 @@
+"""Programs: compiled once whoever asks, in the background or on first use, and a failure is no one's last word."""
+
+import logging
+import threading
+import time
+
+from jpaged.programs import Programs
+
+
+class Compiler:
+    """A compile function that waits for its gate, and fails as often as it is told to."""
+
+    def __init__(self, *, is_open=True, num_failures=0):
+        self.gate, self.started = threading.Event(), threading.Event()
+        self.calls, self.num_failures = [], num_failures
+        if is_open:
+            self.gate.set()
+
+    def __call__(self, key):
+        self.calls.append(key)
+        self.started.set()
+        assert self.gate.wait(10)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise MemoryError(f"no room for {key}")
+        return lambda: f"program {key}"
+
+
+def ask_at_once(programs, key, num_threads):
+    """What each of several threads gets, or the error that it sees."""
+    answers, barrier = [], threading.Barrier(num_threads)
+
+    def ask():
+        barrier.wait(10)
+        try:
+            answers.append(programs[key])
+        except MemoryError as error:
+            answers.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
+def finish(threads):
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_threads_that_ask_at_once_share_one_compilation():
+    compiler, phases = Compiler(is_open=False), []
+    programs = Programs(compiler, ["a", "b"], phases.append)
+    threads, answers = ask_at_once(programs, "a", 8)
+    assert compiler.started.wait(10)
+    time.sleep(0.05)  # the others come to wait
+    compiler.gate.set()
+    finish(threads)
+    assert compiler.calls == ["a"] and phases == ["serving"]
+    assert len(answers) == 8 and len(set(answers)) == 1 and answers[0]() == "program a"
+    assert (programs.num_compiled, programs.is_complete) == (1, False)
+
+
+def test_program_is_compiled_once_and_for_each_key():
+    compiler = Compiler()
+    programs = Programs(compiler, [1, 2], lambda phase: None)
+    assert programs[1] is programs[1] and programs[2] is not programs[1]
+    assert compiler.calls == [1, 2] and programs.is_complete
+
+
+def test_failure_reaches_everyone_who_waits_and_the_next_caller_tries_again():
+    compiler, phases = Compiler(is_open=False, num_failures=1), []
+    programs = Programs(compiler, ["a"], phases.append)
+    first, answers = ask_at_once(programs, "a", 1)
+    assert compiler.started.wait(10)
+    others, other_answers = ask_at_once(programs, "a", 4)
+    time.sleep(0.05)
+    compiler.gate.set()
+    finish(first + others)
+    assert compiler.calls == ["a"] and {str(answer) for answer in answers + other_answers} == {"no room for a"}
+    assert (programs.num_compiled, phases, programs.is_complete) == (0, [], False)
+    assert programs["a"]() == "program a"
+    assert (programs.num_compiled, phases, programs.is_complete) == (1, ["serving"], True)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_background_compiles_all_in_order_and_counts_as_warm_up():
+    compiler, phases = Compiler(), []
+    programs = Programs(compiler, [3, 1, 2], phases.append)
+    programs.compile_in_background()
+    wait_until(lambda: len(phases) == 3)
+    programs.close()
+    assert compiler.calls == [3, 1, 2] and phases == ["warmup"] * 3 and programs.is_complete and programs.error is None
+
+
+def test_background_leaves_alone_what_first_use_has_compiled():
+    compiler, phases = Compiler(), []
+    programs = Programs(compiler, [1, 2], phases.append)
+    programs[2]
+    programs.compile_all()
+    assert compiler.calls == [2, 1] and phases == ["serving", "warmup"]
+
+
+def test_serving_goes_on_beside_the_program_in_the_background():
+    compiler = Compiler(is_open=False)
+    programs = Programs(lambda key: compiler(key) if key == "slow" else (lambda: key), ["slow", "quick"], lambda phase: None)
+    programs.compile_in_background()
+    assert compiler.started.wait(10)
+    assert programs["quick"]() == "quick"
+    compiler.gate.set()
+    programs.close()
+
+
+def test_close_stops_after_the_program_in_hand():
+    compiler = Compiler(is_open=False)
+    programs = Programs(compiler, list(range(5)), lambda phase: None)
+    programs.compile_in_background()
+    assert compiler.started.wait(10)
+    closing = threading.Thread(target=programs.close)
+    closing.start()
+    wait_until(programs._stopping.is_set)
+    compiler.gate.set()
+    finish([closing])
+    assert compiler.calls == [0]
+
+
+def test_close_without_a_background_returns():
+    Programs(Compiler(), [1], lambda phase: None).close()
+
+
+def test_failure_in_the_background_is_told_and_left_to_first_use(caplog):
+    compiler = Compiler(num_failures=1)
+    programs = Programs(compiler, ["a", "b"], lambda phase: None)
+    with caplog.at_level(logging.ERROR):
+        programs.compile_in_background()
+        wait_until(lambda: programs.error is not None)
+        programs.close()
+    assert str(programs.error) == "no room for a" and not programs.is_complete
+    assert "compiling ahead failed" in caplog.text
+    assert programs["a"]() == "program a"

@@ -1,0 +1,106 @@
+"""SamplingParams: what cannot be sampled is refused in one line that names the field, the value and the limit."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from jpaged.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+REFUSED = [
+    ("temperature", -0.1, "in [0, 100], got -0.1"),
+    ("temperature", 100.5, "in [0, 100], got 100.5"),
+    ("temperature", math.nan, "a finite number, got nan"),
+    ("temperature", math.inf, "a finite number, got inf"),
+    ("temperature", "0.5", "a finite number, got '0.5'"),
+    ("temperature", None, "a finite number, got None"),
+    ("temperature", True, "a finite number, got True"),
+    ("top_p", 0.0, "in (0, 1], got 0.0"),
+    ("top_p", -0.5, "in (0, 1], got -0.5"),
+    ("top_p", 1.01, "in (0, 1], got 1.01"),
+    ("top_p", math.nan, "a finite number, got nan"),
+    ("min_p", -0.01, "in [0, 1], got -0.01"),
+    ("min_p", 1.5, "in [0, 1], got 1.5"),
+    ("min_p", math.nan, "a finite number, got nan"),
+    ("top_k", -2, "-1 or 0 (off) or positive, got -2"),
+    ("top_k", 2**31, "under 2**31, got 2147483648"),
+    ("top_k", 2.0, "an integer, got 2.0"),
+    ("top_k", None, "an integer, got None"),
+    ("seed", 2**64, f"64 bits, got {2**64}"),
+    ("seed", -(2**63) - 1, f"64 bits, got {-(2**63) - 1}"),
+    ("seed", 1.5, "an integer, got 1.5"),
+    ("seed", True, "an integer, got True"),
+    ("max_tokens", 0, "at least 1, got 0"),
+    ("max_tokens", -3, "at least 1, got -3"),
+    ("max_tokens", "16", "an integer, got '16'"),
+    ("min_tokens", -1, "not be negative, got -1"),
+    ("min_tokens", 17, "(17) must not be over max_tokens (16)"),
+    ("min_tokens", None, "an integer, got None"),
+    ("logprobs", -1, "not be negative, got -1"),
+    ("logprobs", True, "an integer, got True"),
+    ("stop", "", "non-empty strings, got ['']"),
+    ("stop", ["a", ""], "non-empty strings, got ['a', '']"),
+    ("stop", [1], "non-empty strings, got [1]"),
+    ("stop", 5, "got 5"),
+    ("stop", ["x"] * (MAX_STOP_STRINGS + 1), f"at most {MAX_STOP_STRINGS} strings, got {MAX_STOP_STRINGS + 1}"),
+    ("stop_token_ids", [-1], "token ids, got [-1]"),
+    ("stop_token_ids", ["a"], "token ids, got ['a']"),
+    ("stop_token_ids", [True], "token ids, got [True]"),
+    ("stop_token_ids", 7, "got 7"),
+    ("stop_token_ids", range(MAX_STOP_TOKEN_IDS + 1), f"at most {MAX_STOP_TOKEN_IDS} ids, got {MAX_STOP_TOKEN_IDS + 1}"),
+]
+
+
+@pytest.mark.parametrize("field, value, complaint", REFUSED)
+def test_bad_value_is_refused_by_name_with_the_value_and_the_limit(field, value, complaint):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{field: value})
+    message = str(error.value)
+    assert message.startswith(field) and complaint in message and "\n" not in message
+
+
+ACCEPTED = [
+    {"temperature": 0}, {"temperature": 100}, {"temperature": np.float32(0.5)}, {"top_p": 1}, {"top_p": 5e-324},
+    {"min_p": 0}, {"min_p": 1}, {"top_k": -1}, {"top_k": 0}, {"top_k": 2**31 - 1}, {"top_k": np.int32(4)},
+    {"seed": -(2**63)}, {"seed": 2**64 - 1}, {"seed": np.int64(4)}, {"max_tokens": None, "min_tokens": 10**6}, {"max_tokens": 1},
+    {"min_tokens": 16}, {"logprobs": 0}, {"stop": ["x"] * MAX_STOP_STRINGS}, {"stop_token_ids": range(MAX_STOP_TOKEN_IDS)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", ACCEPTED)
+def test_values_at_the_limits_are_accepted(values):
+    params = SamplingParams(**values)
+    for name, value in values.items():
+        got = getattr(params, name)
+        assert got == (tuple(value) if name in ("stop", "stop_token_ids") else value)
+
+
+def test_one_stop_string_is_not_taken_apart():
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop=None).stop == () and SamplingParams(stop_token_ids=None).stop_token_ids == ()
+
+
+@pytest.mark.parametrize("temperature, is_greedy", [(0.0, True), (9e-6, True), (1e-5, False), (1.0, False)])
+def test_temperature_too_small_to_divide_by_is_greedy(temperature, is_greedy):
+    assert SamplingParams(temperature=temperature).is_greedy == is_greedy
+
+
+def test_parameters_cannot_change_under_a_running_request():
+    stop = ["a"]
+    params = SamplingParams(stop=stop)
+    stop.append("b")
+    assert params.stop == ("a",) and hash(params) == hash(SamplingParams(stop="a"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0.0
+
+
+def test_defaults_switch_every_filter_off():
+    params = SamplingParams()
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed) == (1.0, 0, 1.0, 0.0, None)
+    assert (params.max_tokens, params.min_tokens, params.logprobs, params.ignore_eos) == (16, 0, None, False)
+
+
+def test_unknown_parameter_is_refused_by_name():
+    with pytest.raises(TypeError, match="presence_penalty"):
+        SamplingParams(presence_penalty=1.0)

@@ -1,0 +1,363 @@
+"""Scheduler: within the budget, decodes first, first come first served, and everyone gets exactly what they asked for.
+
+`Walk` drives a scheduler without a model: the token at a position is a function of the request and the position alone,
+so that each request's right answer is known beforehand, however it is chunked, preempted or shared.
+"""
+
+import logging
+import random
+
+import pytest
+
+from jpaged.config import CacheSpec, EngineConfig
+from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduler import Scheduler, SchedulerOutput
+from jpaged.sequence import FinishReason, Sequence, SequenceStatus
+
+MAX_MODEL_LEN = 48
+VOCAB_SIZE = 50
+
+
+def fake_token(seq: Sequence) -> int:
+    return hash((int(seq.request_id), seq.num_tokens)) % VOCAB_SIZE
+
+
+def make(*, max_num_seqs=4, budget=16, num_blocks=64, block_size=4, chunked=True, prefix_caching=True):
+    config = EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        enable_chunked_prefill=chunked,
+        block_size=block_size,
+        enable_prefix_caching=prefix_caching,
+    )
+    spec = CacheSpec(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_MODEL_LEN)
+    return config, spec, Scheduler(config, KVCacheManager(spec, enable_prefix_caching=prefix_caching))
+
+
+def request(number: int, prompt: list[int], max_tokens: int = 4, **params) -> Sequence:
+    return Sequence(str(number), prompt, SamplingParams(**params), seed=number, max_tokens=max_tokens)
+
+
+def run_step(scheduler: Scheduler) -> SchedulerOutput:
+    plan = scheduler.schedule()
+    scheduler.update(plan, [fake_token(seq) for seq in plan.sampled])
+    return plan
+
+
+def counts(plan: SchedulerOutput) -> dict[str, int]:
+    return {seq.request_id: n for seq, n in plan.num_scheduled_tokens.items()}
+
+
+class Walk:
+    """Random requests, arriving and being aborted at random, on a random engine; the seed decides all of it."""
+
+    def __init__(self, seed: int):
+        self.rng = rng = random.Random(seed)
+        self.max_num_seqs = rng.choice([1, 2, 5, 8, 8, 12])
+        self.chunked = rng.random() < 0.7
+        self.budget = max(self.max_num_seqs, 2) + rng.choice([0, 1, 7, 30]) if self.chunked else MAX_MODEL_LEN
+        block_size = rng.choice([1, 3, 4, 8])
+        at_least = -(-MAX_MODEL_LEN // block_size) + 1
+        self.config, self.spec, self.scheduler = make(
+            max_num_seqs=self.max_num_seqs,
+            budget=self.budget,
+            num_blocks=at_least + rng.choice([0, at_least // 2, 3 * at_least]),
+            block_size=block_size,
+            chunked=self.chunked,
+            prefix_caching=rng.random() < 0.6,
+        )
+        self.shared_prefix = [rng.randrange(VOCAB_SIZE) for _ in range(MAX_MODEL_LEN)]
+        self.requests: list[Sequence] = []
+        self.num_preempted = self.num_readmitted = self.num_hits = 0
+
+    def new_request(self) -> Sequence:
+        rng = self.rng
+        length = rng.choice([1, 2, 5, 12, rng.randint(1, MAX_MODEL_LEN - 1)])
+        num_shared = rng.choice([0, length // 2, length])
+        prompt = self.shared_prefix[:num_shared] + [rng.randrange(VOCAB_SIZE) for _ in range(length - num_shared)]
+        max_tokens = rng.randint(1, min(MAX_MODEL_LEN - length, 20))
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.5, 1.25]),
+            top_k=rng.choice([-1, 0, 7]),
+            top_p=rng.choice([1.0, 0.75]),
+            min_p=rng.choice([0.0, 0.125]),
+            logprobs=rng.choice([None, 0, 3]),
+            min_tokens=rng.choice([0, max_tokens // 2]),
+            max_tokens=max_tokens,
+            stop_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1, 3])),
+        )
+        number = len(self.requests)
+        return Sequence(str(number), prompt, params, seed=rng.getrandbits(64), max_tokens=max_tokens)
+
+    def answer(self, seq: Sequence) -> tuple[list[int], str]:
+        """What seq must end with, from its own definition alone."""
+        output = []
+        while True:
+            output.append(hash((int(seq.request_id), seq.num_prompt_tokens + len(output))) % VOCAB_SIZE)
+            if output[-1] in seq.params.stop_token_ids and len(output) >= seq.params.min_tokens:
+                return output, FinishReason.STOP
+            if len(output) == seq.max_tokens:
+                return output, FinishReason.LENGTH
+
+    def steps(self, num_requests: int, abort_rate: float = 0.03):
+        """Yields each plan before its result is in; ends when every request has ended."""
+        scheduler, rng = self.scheduler, self.rng
+        num_steps = 0
+        while len(self.requests) < num_requests or scheduler.has_work:
+            for _ in range(rng.choice([0, 0, 0, 1, 3])):
+                if len(self.requests) < num_requests:
+                    self.requests.append(self.new_request())
+                    scheduler.add(self.requests[-1])
+            if rng.random() < abort_rate and self.requests:
+                scheduler.finish(rng.choice(self.requests), FinishReason.ABORT)
+            plan = scheduler.schedule()
+            self.num_preempted += plan.num_preempted
+            self.num_readmitted += sum(seq.num_output_tokens > 0 for seq in plan.admitted)
+            self.num_hits += plan.num_prefix_hits
+            yield plan
+            scheduler.update(plan, [fake_token(seq) for seq in plan.sampled])
+            num_steps += 1
+            assert num_steps < 200 * num_requests, "somebody starves"
+
+
+def check_plan(walk: Walk, plan: SchedulerOutput, running_before: list[Sequence], missing_before: list[int]):
+    scheduler, spec = walk.scheduler, walk.spec
+    scheduled = plan.num_scheduled_tokens
+    survivors = [seq for seq in scheduler.running if seq not in plan.admitted]
+
+    assert plan.num_tokens == sum(scheduled.values()) <= walk.budget
+    assert len(scheduler.running) <= walk.max_num_seqs
+    rows = [seq.row for seq in scheduler.running]
+    assert len(set(rows)) == len(rows) and set(rows) <= set(range(walk.max_num_seqs))
+    assert all(seq.row is None and not len(seq.block_table) for seq in scheduler.waiting)
+
+    for seq, num_tokens in scheduled.items():
+        assert seq.status is SequenceStatus.RUNNING and seq in scheduler.running
+        end = seq.num_computed_tokens + num_tokens
+        assert num_tokens >= 1 and end <= seq.num_tokens
+        assert len(seq.block_table) * spec.block_size >= end
+        assert walk.chunked or end == seq.num_tokens
+
+    # the newest are preempted, and wait in their old order before those that never ran
+    assert survivors == running_before[: len(survivors)]
+    victims = running_before[len(survivors) :]
+    assert len(victims) == plan.num_preempted
+    assert list(scheduler.waiting)[: len(victims)] == victims
+
+    # decodes lead the batch, and none of them sits out a step
+    decodes = [s for s, n in zip(running_before, missing_before) if n == 1 and s in survivors]
+    assert list(scheduled)[: plan.num_decodes] == decodes
+
+    # the oldest always gets on
+    if survivors:
+        assert survivors[0] in scheduled
+    assert scheduled or not scheduler.has_work
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_request_of_any_walk_gets_its_tokens_within_the_rules(seed):
+    walk = Walk(seed)
+    scheduler, kv = walk.scheduler, walk.scheduler.kv
+    first_admissions = []
+    steps = walk.steps(num_requests=25)
+    running, missing = [], []
+    for plan in steps:
+        running = [seq for seq in running if not seq.is_finished]
+        check_plan(walk, plan, running, [missing[seq.request_id] for seq in running])
+        first_admissions += [seq for seq in plan.admitted if seq not in first_admissions]
+        kv.check_invariants(walk.requests)
+        # what the next step will see: everyone who runs now, each with what its result leaves missing
+        running = list(scheduler.running)
+        after = {seq: seq.num_computed_tokens + plan.num_scheduled_tokens.get(seq, 0) for seq in running}
+        missing = {seq.request_id: max(seq.num_tokens - done, 1) for seq, done in after.items()}
+    assert not scheduler.running and not scheduler.waiting
+    kv.check_invariants(walk.requests)
+    assert kv.pool.num_free == walk.spec.num_usable_blocks
+
+    ever_ran = set(first_admissions)
+    assert first_admissions == [seq for seq in walk.requests if seq in ever_ran]
+    for seq in walk.requests:
+        output, reason = walk.answer(seq)
+        if seq.finish_reason == FinishReason.ABORT:
+            assert seq.output_token_ids == output[: seq.num_output_tokens]
+        else:
+            assert (seq.output_token_ids, seq.finish_reason) == (output, reason)
+
+
+def test_walks_meet_what_they_are_meant_to_meet():
+    totals = [0, 0, 0]
+    for seed in range(60):
+        walk = Walk(seed)
+        for _ in walk.steps(num_requests=25):
+            pass
+        totals = [a + b for a, b in zip(totals, (walk.num_preempted, walk.num_readmitted, walk.num_hits))]
+    assert min(totals) > 150, f"preemptions, readmissions and prefix hits must all be common, got {totals}"
+
+
+def test_step_without_requests_is_empty():
+    _, _, scheduler = make()
+    assert not scheduler.has_work and scheduler.schedule().num_scheduled_tokens == {}
+
+
+def test_long_prompt_does_not_stop_the_others_tokens():
+    _, _, scheduler = make(budget=8)
+    scheduler.add(request(1, [1] * 3, max_tokens=9))
+    assert counts(run_step(scheduler)) == {"1": 3}
+    scheduler.add(request(2, [2] * 20))
+    plans = [run_step(scheduler) for _ in range(4)]
+    assert [counts(plan) for plan in plans] == [{"1": 1, "2": 7}, {"1": 1, "2": 7}, {"1": 1, "2": 6}, {"1": 1, "2": 1}]
+    assert [plan.num_decodes for plan in plans] == [1, 1, 1, 2]
+    assert [[seq.request_id for seq in plan.admitted] for plan in plans] == [["2"], [], [], []]
+
+
+def test_only_sequences_whose_last_token_is_computed_are_sampled():
+    _, _, scheduler = make(budget=8)
+    scheduler.add(request(1, [1] * 10))
+    plan = scheduler.schedule()
+    assert counts(plan) == {"1": 8} and plan.sampled == []
+    assert scheduler.update(plan, []) == []
+    plan = scheduler.schedule()
+    (seq,) = plan.sampled
+    assert scheduler.update(plan, [7]) == [(seq, 7)] and seq.output_token_ids == [7]
+
+
+def test_without_chunked_prefill_a_prompt_waits_until_all_of_it_fits_the_step():
+    _, _, scheduler = make(budget=48, chunked=False, max_num_seqs=8)
+    for number, length in enumerate([30, 20, 5]):
+        scheduler.add(request(number, [number] * length))
+    assert counts(run_step(scheduler)) == {"0": 30}  # 20 do not fit, and 5 do not overtake
+    assert counts(run_step(scheduler)) == {"0": 1, "1": 20, "2": 5}
+
+
+def test_no_one_is_admitted_past_max_num_seqs_and_rows_are_used_again():
+    _, _, scheduler = make(max_num_seqs=2, budget=16)
+    for number in range(5):
+        scheduler.add(request(number, [number] * 2, max_tokens=number % 2 + 1))
+    rows_of = {}
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        rows_of |= {seq.request_id: seq.row for seq in plan.admitted}
+        assert len(scheduler.running) <= 2
+        scheduler.update(plan, [fake_token(seq) for seq in plan.sampled])
+    assert set(rows_of) == set("01234") and set(rows_of.values()) == {0, 1}
+
+
+def crowd(num_requests=3, **options):
+    """Requests of 7 prompt tokens that all run at once, and outgrow a pool of their prompts (block size 4)."""
+    _, _, scheduler = make(budget=32, num_blocks=2 * num_requests + 1, **options)
+    for number in range(num_requests):
+        scheduler.add(request(number, [number] * 7, max_tokens=9))
+    run_step(scheduler)
+    assert len(scheduler.running) == num_requests and scheduler.kv.pool.num_free == 0
+    return scheduler
+
+
+def test_newest_sequence_gives_way_when_blocks_run_out_and_comes_back_first():
+    scheduler = crowd()
+    run_step(scheduler)  # 8 tokens each: full
+    scheduler.add(request(9, [9], max_tokens=1))
+    plan = scheduler.schedule()
+    assert (plan.num_preempted, counts(plan), plan.num_decodes) == (1, {"0": 1, "1": 1}, 2)
+    assert [seq.request_id for seq in scheduler.waiting] == ["2", "9"]
+    victim = scheduler.waiting[0]
+    assert (victim.num_computed_tokens, victim.num_output_tokens, victim.status) == (0, 2, SequenceStatus.WAITING)
+
+
+def test_preempted_sequence_finishes_as_if_nothing_had_happened():
+    scheduler = crowd()
+    sequences = list(scheduler.running)
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert scheduler.num_preemptions > 0
+    for seq in sequences:
+        assert seq.output_token_ids == [hash((int(seq.request_id), p)) % VOCAB_SIZE for p in range(7, 16)]
+
+
+def test_recompute_of_a_preempted_sequence_does_not_count_as_a_new_prompt():
+    scheduler = crowd()
+    num_new = 0
+    while scheduler.has_work:
+        num_new += run_step(scheduler).num_new_prompt_tokens
+    assert num_new == 0  # all three were counted in the step that `crowd` ran
+
+
+def test_warning_of_preemption_names_the_count_so_far_and_the_knobs(caplog):
+    scheduler = crowd()
+    with caplog.at_level(logging.WARNING):
+        while scheduler.has_work:
+            run_step(scheduler)
+    lines = [record.getMessage() for record in caplog.records if record.name == "jpaged.scheduler"]
+    assert len(lines) == scheduler.num_preemptions >= 2
+    for number, line in enumerate(lines, start=1):
+        assert f"({number} preemptions so far)" in line and "\n" not in line
+        assert all(knob in line for knob in ("kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens"))
+        assert "the KV pool's 6 blocks" in line
+    assert "request 2 " in lines[0]
+
+
+def test_preemption_of_a_sequence_already_planned_takes_it_out_of_the_plan():
+    _, _, scheduler = make(budget=8, num_blocks=13, max_num_seqs=4)
+    scheduler.add(request(0, [0] * 30, max_tokens=3))  # prefills in chunks while the newer one decodes
+    run_step(scheduler)
+    newer = request(1, [1] * 7, max_tokens=20)
+    scheduler.add(newer)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert all(seq in scheduler.running for seq in plan.num_scheduled_tokens)
+        assert plan.num_decodes == sum(
+            1 for seq in plan.num_scheduled_tokens if seq.num_tokens - seq.num_computed_tokens == 1
+        )
+        scheduler.update(plan, [fake_token(seq) for seq in plan.sampled])
+    assert newer.num_output_tokens == 20
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_aborted_request_frees_its_blocks_at_once_and_only_once(num_steps):
+    _, spec, scheduler = make(budget=4)
+    seq = request(1, [1] * 6, max_tokens=9)
+    scheduler.add(seq)
+    for _ in range(num_steps):
+        run_step(scheduler)
+    scheduler.finish(seq, FinishReason.ABORT)
+    scheduler.finish(seq, FinishReason.STOP)
+    assert (seq.finish_reason, seq.status) == (FinishReason.ABORT, SequenceStatus.FINISHED)
+    assert not scheduler.has_work and scheduler.kv.pool.num_free == spec.num_usable_blocks
+
+
+def test_all_preempted_sequences_wait_in_the_order_of_their_admission():
+    _, spec, scheduler = make(max_num_seqs=3)
+    for number in range(5):
+        scheduler.add(request(number, [number] * 3))
+    run_step(scheduler)
+    scheduler.preempt_all()
+    assert [seq.request_id for seq in scheduler.waiting] == list("01234")
+    assert scheduler.kv.pool.num_free == spec.num_usable_blocks
+    assert [seq.request_id for seq in run_step(scheduler).admitted] == list("012")
+
+
+def test_prefix_hit_is_not_computed_again_and_is_counted():
+    _, _, scheduler = make(budget=32)
+    scheduler.add(request(1, [5] * 10, max_tokens=2))
+    plan = run_step(scheduler)
+    assert (plan.num_prefix_queries, plan.num_prefix_hits, plan.num_new_prompt_tokens) == (10, 0, 10)
+    late = request(2, [5] * 10, max_tokens=2)
+    scheduler.add(late)
+    plan = run_step(scheduler)
+    assert counts(plan) == {"1": 1, "2": 2} and late.num_cached_tokens == 8
+    assert (plan.num_prefix_queries, plan.num_prefix_hits, plan.num_new_prompt_tokens) == (10, 8, 10)
+
+
+def test_blocks_filled_in_a_step_can_be_matched_only_by_later_steps():
+    _, _, scheduler = make(budget=32)
+    for number in range(2):
+        scheduler.add(request(number, [5] * 10, max_tokens=2))
+    assert counts(run_step(scheduler)) == {"0": 10, "1": 10}
+
+
+def test_cached_tokens_reported_are_those_of_the_first_admission():
+    scheduler = crowd()
+    victim = scheduler.running[-1]
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert victim.num_cached_tokens == 0
