@@ -1,0 +1,104 @@
+"""The engine's specification: whatever it does to a request, the tokens are the same. On a tiny model and a real one."""
+
+import random
+
+import pytest
+from engines import Request, assert_same, make_engine, run
+from tiny_model import make_tiny_model
+
+from jpaged.config import DEFAULT_MODEL
+from jpaged.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module", params=["tiny", DEFAULT_MODEL])
+def model(request, tmp_path_factory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("tiny"))) if request.param == "tiny" else DEFAULT_MODEL
+
+
+@pytest.fixture(scope="module")
+def engine(model, programs_dir):
+    """The plain one: room for all, and nothing shared."""
+    engine = make_engine(model, programs_dir, enable_prefix_caching=False)
+    yield engine
+    engine.close()
+
+
+def params(**fields) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 2} | fields)
+
+
+def mixed_requests() -> list[Request]:
+    """Greedy and sampled, with and without filters, of many lengths, around the edges of a block of 16."""
+    rng = random.Random(0)
+    lengths = [1, 15, 16, 17, 33, 50, 70, 90]
+    kinds = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "top_p": 0.9, "seed": 6}, {"temperature": 1.2, "top_k": 7, "min_p": 0.05, "seed": 7}]
+    return [
+        Request([rng.randrange(3, 250) for _ in range(length)], params(**kinds[i % len(kinds)]))
+        for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(engine):
+    return run(engine, mixed_requests(), check_every_step=True)
+
+
+def test_a_request_alone_gives_what_it_gives_among_neighbours(engine, expected):
+    alone = [run(engine, [request])[0] for request in mixed_requests()]
+    assert_same(expected, alone)
+
+
+def test_the_order_of_neighbours_changes_nothing(engine, expected):
+    assert_same(expected, run(engine, mixed_requests()[::-1])[::-1])
+
+
+def test_chunked_prefill_equals_whole_prefill(model, programs_dir, expected):
+    chunked = make_engine(model, programs_dir, max_num_batched_tokens=12, enable_prefix_caching=False)
+    assert_same(expected, run(chunked, mixed_requests(), check_every_step=True))
+    chunked.close()
+
+
+def test_prefill_that_is_never_chunked_equals_chunked(model, programs_dir, expected):
+    whole = make_engine(
+        model, programs_dir, max_num_batched_tokens=128, max_model_len=128, enable_chunked_prefill=False, enable_prefix_caching=False
+    )  # fmt: skip
+    assert_same(expected, run(whole, mixed_requests()))
+    whole.close()
+
+
+def test_a_prefix_cache_hit_equals_a_cold_prompt(model, programs_dir, expected):
+    caching = make_engine(model, programs_dir)
+    assert_same(expected, run(caching, mixed_requests(), check_every_step=True))
+    assert caching.metrics.snapshot()["prefix_cache_hits"] == 0
+    assert_same(expected, run(caching, mixed_requests(), check_every_step=True))
+    num_full_blocks = sum((len(request.prompt) - 1) // 16 for request in mixed_requests())
+    assert caching.metrics.snapshot()["prefix_cache_hits"] == 16 * num_full_blocks
+    caching.close()
+
+
+def test_preempted_by_recompute_equals_not_preempted(model, programs_dir, expected):
+    small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=192, enable_prefix_caching=False)
+    assert_same(expected, run(small, mixed_requests(), check_every_step=True))
+    assert small.scheduler.num_preemptions > 0
+    small.close()
+
+
+def test_preemption_with_a_prefix_cache_changes_nothing(model, programs_dir, expected):
+    small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=192)
+    assert_same(expected, run(small, mixed_requests(), check_every_step=True))
+    assert small.scheduler.num_preemptions > 0
+    small.close()
+
+
+def test_a_seed_repeats_its_draws_and_another_seed_does_not(engine):
+    def draw(seed):
+        request = Request([5, 6, 7], params(temperature=1.0, seed=seed, logprobs=None))
+        return run(engine, [request])[0].token_ids
+
+    assert draw(11) == draw(11)
+    assert draw(11) != draw(12)
+
+
+def test_requests_without_a_seed_differ_from_one_another(engine):
+    outputs = run(engine, [Request([5, 6, 7], params(temperature=1.0)) for _ in range(4)])
+    assert len({tuple(output.token_ids) for output in outputs}) == 4

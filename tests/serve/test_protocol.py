@@ -1,0 +1,186 @@
+"""What a body may be, and the one line that says why not. No server, no engine."""
+
+import json
+
+import pytest
+
+from jpaged.serve.errors import ApiError
+from jpaged.serve.protocol import ChatBody, CompletionBody, TokenizeBody
+from jpaged.serve.unsupported import CHAT, COMPLETION
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def refusal(body_class, body) -> ApiError:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(ApiError) as caught:
+        body_class.parse(raw).sampling_params({}, max_tokens=16)
+    error = caught.value
+    assert error.status == 400
+    assert "\n" not in error.message and len(error.message) <= 420
+    assert "pydantic" not in error.message
+    return error
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"prompt": "a"} b', "trailing characters"),
+        (b'{"prompt": "\xff"}', "invalid UTF-8"),
+        (b'{"prompt": "\\ud800"}', "lone surrogate"),
+        (b'{"prompt": "\\udc00x"}', "lone surrogate"),
+        (b'{"prompt": ' + b"[" * 5000, "recursion limit"),
+        (b"[1]", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+    ],
+)
+def test_a_body_that_is_no_json_object_says_what_is_wrong(body, says):
+    assert says in refusal(CompletionBody, body).message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("max_tokens", "16", "max_tokens must be an integer, got '16'"),
+        ("max_tokens", 1.5, "max_tokens must be an integer, got 1.5"),
+        ("max_tokens", True, "max_tokens must be an integer, got True"),
+        ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
+        ("temperature", "hot", "temperature must be a number, got 'hot'"),
+        ("temperature", -1, "temperature must be in [0, 100], got -1.0"),
+        ("temperature", float("nan"), "temperature must be a finite number, got nan"),
+        ("temperature", float("inf"), "temperature must be a finite number, got inf"),
+        ("top_p", 0, "top_p must be in (0, 1], got 0.0"),
+        ("top_p", 1.1, "top_p must be in (0, 1], got 1.1"),
+        ("min_p", 2, "min_p must be in [0, 1], got 2.0"),
+        ("top_k", -2, "top_k must be -1 or 0 (off) or positive, got -2"),
+        ("seed", 2**70, "seed must fit in 64 bits, got 1180591620717411303424"),
+        ("logprobs", -1, "logprobs must not be negative, got -1"),
+        ("logprobs", True, "logprobs must be an integer, got True"),
+        ("stop", 5, "stop must be a string or a list, got 5"),
+        ("stop", ["a", 5], "stop[1] must be a string, got 5"),
+        ("stop", [""], "stop must hold non-empty strings, got ['']"),
+        ("stop_token_ids", [1, "b"], "stop_token_ids[1] must be an integer, got 'b'"),
+        ("stream", "yes", "stream must be a boolean, got 'yes'"),
+        ("stream_options", {"include_usage": True}, "stream_options needs stream to be true"),
+        ("request_id", "a\nb", "request_id must be ASCII without spaces, got 'a\\nb'"),
+        ("request_id", "a ", "request_id must be ASCII without spaces, got 'a '"),
+        ("request_id", "é", "request_id must be ASCII without spaces, got 'é'"),
+        ("request_id", "a" * 129, "request_id must be a string of at most 128 characters"),
+        ("stop", ["a" * 2000, ""], "stop must hold non-empty strings"),
+        ("frobnicate", 1, "frobnicate is not a known field"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_field_and_limit(field, value, says):
+    error = refusal(CompletionBody, {"prompt": "a", field: value})
+    assert says in error.message
+    assert error.param == field
+
+
+@pytest.mark.parametrize("prompt", [1, True, {}, [], [1, "a"], [[1], []], [[]], [True], [["a"]], [1.0], None])
+def test_a_prompt_of_no_known_shape_is_refused(prompt):
+    assert refusal(CompletionBody, {"prompt": prompt}).param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "choices"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_a_prompt_has_four_shapes(prompt, choices):
+    assert CompletionBody.parse(json.dumps({"prompt": prompt}).encode()).prompts() == choices
+
+
+@pytest.mark.parametrize(
+    ("body_class", "start", "table"),
+    [(CompletionBody, {"prompt": "a"}, COMPLETION), (ChatBody, {"messages": MESSAGES}, CHAT)],
+)
+def test_an_unsupported_field_is_refused_by_name_unless_it_asks_for_nothing(body_class, start, table):
+    for name, neutral in table.items():
+        assert name not in body_class.model_fields
+        for value in (None, *neutral):
+            body_class.parse(json.dumps(start | {name: value}).encode())
+        error = refusal(body_class, start | {name: "something else"})
+        assert error.param == name and error.message.startswith(f"{name} is not supported")
+
+
+def test_false_is_not_a_neutral_zero():
+    assert refusal(CompletionBody, {"prompt": "a", "presence_penalty": False}).param == "presence_penalty"
+    assert refusal(CompletionBody, {"prompt": "a", "n": True}).param == "n"
+
+
+def test_labels_pass_because_they_change_nothing():
+    CompletionBody.parse(json.dumps({"prompt": "a", "user": "me", "metadata": {"a": "b"}}).encode())
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (1, "messages[0] must be an object, got 1"),
+        ({"content": "a"}, "messages[0].role is required"),
+        ({"role": "boss", "content": "a"}, "messages[0].role must be 'system', 'developer', 'user' or 'assistant'"),
+        ({"role": "user"}, "messages[0].content is required"),
+        ({"role": "user", "content": 5}, "messages[0].content must be a string or a list, got 5"),
+        ({"role": "user", "content": [5]}, "messages[0].content[0] must be an object, got 5"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "messages[0].content[0].type 'image_url' is not supported",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text must be a string, got None"),
+        ({"role": "user", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls is not supported"),
+        ({"role": "user", "content": "a", "colour": "red"}, "messages[0].colour is not a known field"),
+    ],
+)
+def test_a_message_that_cannot_be_rendered_whole_is_refused_by_its_path(message, says):
+    with pytest.raises(ApiError) as caught:
+        ChatBody.parse(json.dumps({"messages": [message]}).encode()).messages_for_template()
+    assert says in caught.value.message
+
+
+def test_text_parts_are_joined_by_line_breaks():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = ChatBody.parse(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    assert body.messages_for_template() == [{"role": "user", "content": "a\nb"}]
+
+
+def test_an_answer_of_the_openai_client_can_be_sent_back():
+    message = {"role": "assistant", "content": "a", "refusal": None, "annotations": None, "audio": None,
+               "function_call": None, "tool_calls": None}  # fmt: skip
+    ChatBody.parse(json.dumps({"messages": [message]}).encode()).messages_for_template()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"messages": []}, "messages must not be empty"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be in [0, 20], got 21"),
+        ({"logprobs": 5}, "logprobs must be a boolean, got 5"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens (4) and max_tokens (3) are one limit"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
+    ],
+)
+def test_chat_fields_are_checked(fields, says):
+    with pytest.raises(ApiError) as caught:
+        ChatBody.parse(json.dumps({"messages": MESSAGES} | fields).encode()).messages_for_template()
+    assert says in caught.value.message
+
+
+def test_the_request_beats_the_model_and_the_model_beats_openai():
+    defaults = {"temperature": 0.2, "top_k": 7}
+    body = CompletionBody.parse(b'{"prompt": "a", "temperature": 0.5, "top_p": null}')
+    params = body.sampling_params(defaults, max_tokens=16)
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.5, 7, 1.0, 16)
+
+
+def test_max_completion_tokens_is_max_tokens():
+    body = ChatBody.parse(json.dumps({"messages": MESSAGES, "max_completion_tokens": 5}).encode())
+    assert body.sampling_params({}, max_tokens=None).max_tokens == 5
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": "a", "messages": MESSAGES}])
+def test_tokenize_takes_a_prompt_or_messages(fields):
+    with pytest.raises(ApiError, match="either prompt or messages"):
+        TokenizeBody.parse(json.dumps(fields).encode())

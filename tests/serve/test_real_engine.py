@@ -1,0 +1,232 @@
+"""The whole path: real HTTP, a real engine, a tiny random model."""
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from http_server import events, http_server
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with http_server(lambda: engine) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url):
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def complete(client, prompt="hello", **fields) -> dict:
+    response = client.post("/v1/completions", json=GREEDY | {"prompt": prompt} | fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def test_streamed_and_whole_answers_are_the_same_tokens_and_text(client):
+    for path, ask in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        whole = client.post(path, json=GREEDY | ask | {"max_tokens": 24}).json()["choices"][0]
+        stream = client.post(path, json=GREEDY | ask | {"max_tokens": 24, "stream": True}).text
+        chunks = [json.loads(chunk)["choices"][0] for chunk in events(stream)[:-1]]
+        assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == whole["token_ids"]
+        assert len(whole["token_ids"]) == 24
+        text = "".join(chunk["text"] if "text" in chunk else chunk["delta"]["content"] for chunk in chunks)
+        assert text == (whole["text"] if "text" in whole else whole["message"]["content"])
+        assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "length"
+
+
+def test_the_prompts_of_a_list_are_answered_as_if_alone(client):
+    prompts = ["one", "two two", "three three three"]
+    together = complete(client, prompts, max_tokens=8)
+    alone = [complete(client, prompt, max_tokens=8) for prompt in prompts]
+    assert [c["index"] for c in together["choices"]] == [0, 1, 2]
+    assert [c["token_ids"] for c in together["choices"]] == [a["choices"][0]["token_ids"] for a in alone]
+    assert together["usage"]["completion_tokens"] == 24
+
+
+def test_a_seed_repeats_and_another_does_not(client):
+    def sample(seed):
+        return complete(client, temperature=2.0, seed=seed, max_tokens=16)["choices"][0]["token_ids"]
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_logprobs_are_those_of_the_greedy_choice(client):
+    choice = complete(client, max_tokens=4, logprobs=2)["choices"][0]
+    for chosen, top in zip(choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert chosen == max(top.values()) < 0
+    body = GREEDY | {"messages": MESSAGES, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}
+    content = client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [3] * 4
+    assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in content)
+
+
+def test_a_stop_token_ends_the_text_and_is_named(client):
+    ids = complete(client, max_tokens=8)["choices"][0]["token_ids"]
+    stop = next(token for n, token in enumerate(ids) if n >= 2 and token not in ids[:n])
+    choice = complete(client, max_tokens=8, stop_token_ids=[stop])["choices"][0]
+    assert choice["token_ids"] == ids[: ids.index(stop) + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+def test_usage_counts_what_the_prefix_cache_gave(client):
+    prompt = "a long enough prompt to fill at least two blocks"
+    complete(client, prompt, max_tokens=1)
+    usage = complete(client, prompt, max_tokens=1)["usage"]
+    assert usage["prompt_tokens"] == len(prompt)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 32
+
+
+def test_tokens_survive_the_round_trip(client):
+    for text in ("hello <|im_end|> é😀", "\x00\u2028", " "):
+        tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": ""}, "empty"),
+        ({"prompt": [0, 258]}, "258"),
+        ({"prompt": [-1]}, "-1"),
+        ({"prompt": [2**70]}, str(2**70)),
+        ({"prompt": "a", "stop_token_ids": [2**70]}, str(2**70)),
+        ({"prompt": "a" * 300}, "300"),
+        ({"prompt": "a" * 200, "max_tokens": 100}, "256"),
+        ({"prompt": "a", "max_tokens": 10**30}, str(10**30)),
+        ({"prompt": "a", "min_tokens": 10**30, "max_tokens": 10**30}, str(10**30)),
+        ({"prompt": "a", "logprobs": 21}, "20"),
+    ],
+)
+def test_what_the_engine_cannot_serve_is_a_400_with_the_numbers(client, body, says):
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 400, response.text
+    assert says in response.json()["error"]["message"]
+
+
+def test_a_full_queue_is_refused_and_drains(client, engine):
+    may_go_on = threading.Event()
+    engine._inbox.put(lambda: may_go_on.wait(20) and None)  # the engine's thread stands still
+    with http_sockets(client.base_url, 4, {"prompt": "a", "max_tokens": 4}):
+        wait_until(lambda: len(engine._streams) == 4)
+        response = client.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 429 and response.headers["retry-after"]
+        assert "the limit is 4" in response.json()["error"]["message"]
+        may_go_on.set()
+        wait_until(lambda: not engine._streams)
+    assert complete(client, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+class http_sockets:
+    """Requests on sockets of our own, which close without a word in the end."""
+
+    def __init__(self, url: httpx.URL, count: int, body: dict):
+        content = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(content)}"
+        self.sockets = [socket.create_connection((url.host, url.port)) for _ in range(count)]
+        for connection in self.sockets:
+            connection.sendall(head.encode() + b"\r\n\r\n" + content)
+
+    def __enter__(self) -> list[socket.socket]:
+        return self.sockets
+
+    def __exit__(self, *_) -> None:
+        for connection in self.sockets:
+            connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_blocks_within_two_steps(client, engine, monkeypatch, stream):
+    inner = engine._engine
+    num_steps = {}
+
+    def asked(request_id):
+        num_steps["asked"] = engine.metrics.iteration_tokens.count
+        ask(request_id)
+
+    def done(request_id):
+        delta = abort(request_id)
+        num_steps["done"] = engine.metrics.iteration_tokens.count
+        return delta
+
+    ask, abort = engine.abort, inner.abort
+    wait_until(lambda: not inner.requests)
+    monkeypatch.setattr(engine, "abort", asked)
+    monkeypatch.setattr(inner, "abort", done)
+    long_request = {"prompt": "abcdefgh" * 4, "max_tokens": 200, "stream": stream} | GREEDY
+    with http_sockets(client.base_url, 1, {"prompt": "b", "max_tokens": 250, "stream": True} | GREEDY):
+        wait_until(lambda: len(inner.scheduler.running) == 1)
+        with http_sockets(client.base_url, 1, long_request):
+            wait_until(lambda: any(len(s.block_table.blocks) > 2 for s in list(inner.scheduler.running)))
+        wait_until(lambda: "done" in num_steps, seconds=1)  # a request of 200 tokens did not end by itself
+        assert num_steps["done"] - num_steps["asked"] <= 2
+        assert len(inner.requests) <= 1
+    wait_until(lambda: not inner.requests)
+    inner.kv.check_invariants([])
+    assert inner.kv.usage == 0
+
+
+def test_the_openai_client_works_whole_streamed_and_refused(url):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    ask = {"model": "tiny", "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    whole = client.chat.completions.create(**ask)
+    stream = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert client.completions.create(model="tiny", prompt="a", logprobs=1).choices[0].logprobs.tokens
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.chat.completions.create(**ask | {"model": "gpt"})
+    with pytest.raises(openai.BadRequestError, match="n is not supported"):
+        client.chat.completions.create(**ask, n=3)
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        client.chat.completions.create(**ask, tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_metrics_count_what_was_served(client):
+    def read():
+        lines = client.get("/metrics").text.splitlines()
+        return {line.split(" ")[0].split("{")[0]: float(line.split(" ")[-1]) for line in lines if line[0] != "#"}
+
+    before = read()
+    complete(client, "unheard of", max_tokens=6)
+    after = read()
+    assert after["jpaged:generation_tokens_total"] - before["jpaged:generation_tokens_total"] == 6
+    assert after["jpaged:prompt_tokens_total"] - before["jpaged:prompt_tokens_total"] == len("unheard of")
+    assert after["jpaged:time_to_first_token_seconds_count"] - before["jpaged:time_to_first_token_seconds_count"] == 1
+
+
+def test_many_clients_at_once_get_each_their_own_answer(url):
+    prompts = ["ab", "cd"]
+    answers = {}
+
+    def ask(prompt):
+        with httpx.Client(base_url=url, timeout=60) as client:
+            answers[prompt] = [complete(client, prompt, max_tokens=12)["choices"][0]["token_ids"] for _ in range(3)]
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len({tuple(ids) for ids in repeats}) == 1 for repeats in answers.values())
+    assert answers["ab"][0] != answers["cd"][0]
