@@ -1,0 +1,92 @@
+"""What the host does for a step of decodes, without a model: scheduler, block accounting and batch building.
+
+    python scripts/bench_scheduler.py --num-seqs 32,256,1024
+
+Milliseconds a step on one core, median and 99th percentile. Sequences start as they do in an engine, prefilled under
+the token budget, so that they do not all need a new block in the same step. Prefix caching is on, as by default.
+"""
+
+import argparse
+import logging
+import os
+import random
+import statistics
+import time
+
+from report import add_json_option, int_from, load_note, percentile, write_json
+
+from jpaged.batch import BatchBuilder
+from jpaged.config import CacheSpec, EngineConfig
+from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduler import Scheduler
+from jpaged.sequence import Sequence
+
+BAR_MS, BAR_SEQS = 1.5, 256
+MAX_MODEL_LEN = 8192  # SmolLM2's; the width of the block tables
+VOCAB_SIZE = 49152
+PARTS = ("schedule", "build", "update")
+
+
+def run_decodes(num_seqs: int, prompt_len: int, num_steps: int, block_size: int) -> dict[str, list[float]]:
+    """The seconds of each part of each of num_steps steps in which num_seqs sequences decode."""
+    config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=max(512, 2 * num_seqs), block_size=block_size)
+    longest = prompt_len + 2 * num_seqs + num_steps  # the first ones decode while the last ones are prefilled
+    spec = CacheSpec(
+        num_blocks=num_seqs * -(-longest // block_size) + 1, block_size=block_size, max_model_len=max(MAX_MODEL_LEN, longest)
+    )
+    scheduler = Scheduler(config, KVCacheManager(spec))
+    builder = BatchBuilder(config, spec)
+    rng = random.Random(0)
+    params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
+    for i in range(num_seqs):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
+        scheduler.add(Sequence(str(i), prompt, params, seed=i, max_tokens=longest))
+
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
+    token_ids = [rng.randrange(VOCAB_SIZE) for _ in range(num_seqs)]
+    while len(times["update"]) < num_steps:
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        scheduled = time.perf_counter()
+        builder.build(plan)
+        built = time.perf_counter()
+        scheduler.update(plan, token_ids[: len(plan.sampled)])
+        updated = time.perf_counter()
+        if plan.num_decodes == num_seqs:
+            for part, seconds in zip(PARTS, (scheduled - start, built - scheduled, updated - built)):
+                times[part].append(seconds)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-seqs", default="32,256", help="how many sequences run; several, separated by commas")
+    parser.add_argument("--prompt-len", type=int_from(1), default=200)
+    parser.add_argument("--steps", type=int_from(1), default=500)
+    parser.add_argument("--block-size", type=int_from(1), default=16)
+    add_json_option(parser)
+    args = parser.parse_args()
+    try:
+        sizes = [int_from(1)(size) for size in args.num_seqs.split(",")]
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--num-seqs: {error}")
+    logging.disable(logging.WARNING)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+    print(f"ms a step: median (99th percentile); {load_note()}")
+    print(f"{'running':>8}" + "".join(f"{part:>18}" for part in (*PARTS, "together")))
+    numbers = {}
+    for size in sizes:
+        times = run_decodes(size, args.prompt_len, args.steps, args.block_size)
+        times["together"] = [sum(parts) for parts in zip(*times.values())]
+        row = {part: (1e3 * statistics.median(t), 1e3 * percentile(t, 99)) for part, t in times.items()}
+        numbers[size] = {part: {"median_ms": middle, "p99_ms": high} for part, (middle, high) in row.items()}
+        bar = f"   bar {BAR_MS}" if size == BAR_SEQS else ""
+        print(f"{size:>8}" + "".join(f"{f'{middle:.3f} ({high:.3f})':>18}" for middle, high in row.values()) + bar)
+    write_json(args.json, numbers)
+
+
+if __name__ == "__main__":
+    main()
