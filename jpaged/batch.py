@@ -4,7 +4,7 @@ import numpy as np
 
 from jpaged.buckets import Buckets
 from jpaged.config import CacheSpec, EngineConfig
-from jpaged.sampler import MAX_BANNED_TOKENS, SamplingBatch
+from jpaged.sampling_batch import MAX_BANNED_TOKENS, SamplingBatch
 from jpaged.scheduler import SchedulerOutput
 from jpaged.sequence import Sequence
 from models.types import ForwardBatch
@@ -44,6 +44,7 @@ class BatchBuilder:
         self.token_ids = np.zeros((num_rows, spec.max_model_len), np.int32)
         self.block_tables = np.zeros((num_rows, spec.max_blocks_per_seq), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int32)  # valid columns of block_tables
+        self.min_lengths = np.zeros(num_rows, np.int32)  # under it a sequence may not stop
         self.sampling = SamplingBatch.neutral(num_rows)
 
     def build(self, plan: SchedulerOutput) -> tuple[ForwardBatch, SamplingBatch]:
@@ -69,6 +70,7 @@ class BatchBuilder:
         row, params = seq.row, seq.params
         self.token_ids[row, : seq.num_tokens] = seq.token_ids
         self.num_blocks[row] = 0
+        self.min_lengths[row] = seq.num_prompt_tokens + params.min_tokens
         self.sampling.set_row(row, params, seq.seed)
 
     def _extend_block_tables(self, seqs: list[Sequence], rows: np.ndarray) -> None:
@@ -93,15 +95,16 @@ class BatchBuilder:
         meta.query_start_loc[1 : num_seqs + 1] = ends
         meta.query_start_loc[num_seqs + 1 :] = num_tokens
         meta.seq_lens[:num_seqs] = starts + counts
-        meta.block_tables[:num_seqs] = self.block_tables[rows]
+        width = self.num_blocks[rows].max(initial=0)
+        meta.block_tables[:num_seqs, :width] = self.block_tables[rows, :width]
         meta.distribution[:] = num_decodes, num_decodes, num_seqs
 
     def _fill_sampling_batch(self, batch: SamplingBatch, seqs, rows, lengths, is_sampled) -> None:
         batch.copy_rows(self.sampling, rows[is_sampled])
         batch.positions[: int(is_sampled.sum())] = lengths[is_sampled]
-        for i, index in enumerate(np.flatnonzero(is_sampled)):
-            seq = seqs[index]
-            if seq.params.min_tokens > seq.num_output_tokens:
-                banned = sorted(seq.stop_token_ids)
-                assert len(banned) <= MAX_BANNED_TOKENS, f"{seq} bans {len(banned)} tokens"
-                batch.banned_ids[i, : len(banned)] = banned
+        sampled = np.flatnonzero(is_sampled)
+        for i in np.flatnonzero(lengths[sampled] < self.min_lengths[rows[sampled]]):
+            seq = seqs[sampled[i]]
+            banned = sorted(seq.stop_token_ids)
+            assert len(banned) <= MAX_BANNED_TOKENS, f"{seq} bans {len(banned)} tokens"
+            batch.banned_ids[i, : len(banned)] = banned

@@ -1,10 +1,24 @@
 """EngineConfig: what the user decides. CacheSpec: what is learned at start-up."""
 
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_BLOCK_SIZE = {"cpu": 64}  # by platform; 16 elsewhere
 MIN_TOKEN_BUCKET = 2  # one row is a cliff for XLA:CPU's bfloat16 matmuls
+
+
+_LEAST = {  # the counts, and the least that each may be
+    "max_model_len": 1,
+    "block_size": 1,
+    "num_blocks_override": 2,  # one is the null block
+    "kv_cache_memory_bytes": 1,
+    "max_num_batched_tokens": 1,
+    "max_num_seqs": 1,
+    "max_num_queued_requests": 1,
+    "max_logprobs": 0,
+    "tensor_parallel_size": 1,
+}
 
 
 def _option(default, help, **metadata):
@@ -54,18 +68,16 @@ class EngineConfig:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
         object.__setattr__(self, "served_model_name", tuple(self.served_model_name))
         object.__setattr__(self, "token_buckets", tuple(sorted(set(self.token_buckets))))
-        for name in ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("block_size", "max_model_len", "kv_cache_memory_bytes", "max_num_queued_requests"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_blocks_override is not None and self.num_blocks_override < 2:
-            raise ValueError(f"num_blocks_override must be at least 2 (one is the null block), got {self.num_blocks_override}")
+        for name, least in _LEAST.items():
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value is None and default is None:
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"{name} must be an integer, got {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if not 0 < self.device_memory_utilization <= 1:
             raise ValueError(f"device_memory_utilization must be in (0, 1], got {self.device_memory_utilization}")
-        if self.max_logprobs < 0:
-            raise ValueError(f"max_logprobs must not be negative, got {self.max_logprobs}")
         if self.max_num_batched_tokens < max(self.max_num_seqs, MIN_TOKEN_BUCKET):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -38,14 +38,17 @@ class KVCacheManager:
         self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks)
         return self.prefix_cache.match(seq.block_hashes[:num_blocks])
 
-    def admit(self, seq: Sequence, matched: list[Block], num_new_tokens: int) -> list[Block] | None:
+    def admit(
+        self, seq: Sequence, matched: list[Block], num_new_tokens: int, *, reserve: int = 0
+    ) -> list[Block] | None:
         """Starts a sequence that holds no blocks: shares the matched ones and allocates slots for the next tokens.
 
-        None where the pool cannot hold the whole sequence as it is now: to admit half a prompt invites preemption.
+        None where the pool cannot hold the whole sequence as it is now and leave reserve blocks free: to admit half a
+        prompt, or to take the block that a running sequence needs next, invites preemption.
         """
         assert not seq.block_table.blocks, f"{seq} already holds blocks"
         num_matched_free = sum(block.ref_count == 0 for block in matched)
-        if self.num_blocks_for(seq.num_tokens) - len(matched) > self.pool.num_free - num_matched_free:
+        if self.num_blocks_for(seq.num_tokens) - len(matched) + reserve > self.pool.num_free - num_matched_free:
             return None
         for block in matched:
             self.pool.acquire(block)

@@ -16,7 +16,8 @@ from jpaged.config import EngineConfig
 from jpaged.memory_plan import MemoryPlan, StepMemory, plan_memory
 from jpaged.program_cache import ProgramCache, cache_dir, fingerprint
 from jpaged.programs import Programs
-from jpaged.sampler import Sampled, SamplingBatch, sample
+from jpaged.sampler import sample
+from jpaged.sampling_batch import Sampled, SamplingBatch
 from models.layers import MODEL_AXIS
 from models.loading import load_state
 from models.registry import model_class

@@ -1,79 +1,12 @@
 """sample(logits, parameters) -> tokens and log-probs: one program for every mix of requests."""
 
-from dataclasses import dataclass, fields
-
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from jpaged.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jpaged.sampling_batch import Sampled, SamplingBatch
 
-MAX_BANNED_TOKENS = MAX_STOP_TOKEN_IDS + 16  # a request's own stop tokens and the model's ends of text
 _LANES = 128  # the vocabulary is summed in runs of this many tokens
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SamplingBatch:
-    """One row a token to sample. On the host the arrays are numpy and written in place.
-
-    seeds are 64 bits as two words; positions index the sampled token in its sequence; banned_ids are filled up with -1.
-    """
-
-    temperature: Float[Array, "R"]
-    top_p: Float[Array, "R"]
-    min_p: Float[Array, "R"]
-    top_k: Int[Array, "R"]
-    seeds: UInt32[Array, "R 2"]
-    positions: Int[Array, "R"]
-    wants_logprobs: Bool[Array, "R"]
-    banned_ids: Int[Array, "R banned"]
-
-    @classmethod
-    def neutral(cls, num_rows: int) -> "SamplingBatch":
-        """Greedy rows without any filter, as numpy arrays."""
-        return cls(
-            temperature=np.zeros(num_rows, np.float32),
-            top_p=np.ones(num_rows, np.float32),
-            min_p=np.zeros(num_rows, np.float32),
-            top_k=np.zeros(num_rows, np.int32),
-            seeds=np.zeros((num_rows, 2), np.uint32),
-            positions=np.zeros(num_rows, np.int32),
-            wants_logprobs=np.zeros(num_rows, bool),
-            banned_ids=np.full((num_rows, MAX_BANNED_TOKENS), -1, np.int32),
-        )
-
-    def set_row(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Writes a request's parameters into a host row."""
-        self.temperature[row] = 0.0 if params.is_greedy else params.temperature
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.top_k[row] = max(params.top_k, 0)
-        self.seeds[row] = seed >> 32, seed & 0xFFFFFFFF
-        self.wants_logprobs[row] = params.logprobs is not None
-
-    def copy_rows(self, source: "SamplingBatch", rows: np.ndarray) -> None:
-        """Fills the first host rows with the given rows of source."""
-        for f in fields(self):
-            getattr(self, f.name)[: len(rows)] = getattr(source, f.name)[rows]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Sampled:
-    """What came of a step. The log-probs are of the model's own distribution; zeros where no row asked for them."""
-
-    token_ids: Int[Array, "R"]
-    logprobs: Float[Array, "R"]
-    ranks: Int[Array, "R"]
-    top_ids: Int[Array, "R top"]
-    top_logprobs: Float[Array, "R top"]
-
-    @classmethod
-    def empty(cls) -> "Sampled":
-        """One of no rows, for its structure."""
-        return cls(*(np.zeros(0) for _ in fields(cls)))
 
 
 def sample(logits: Float[Array, "R V"], batch: SamplingBatch, *, max_logprobs: int) -> Sampled:
@@ -122,7 +55,7 @@ def _uniform(seeds: UInt32[Array, "R 2"], positions: Int[Array, "R"]) -> Float[A
     return jax.vmap(one)(seeds, positions)
 
 
-def _order(x: Float[Array, "R V"]) -> Int[Array, "R V"]:
+def _order(x: Float[Array, "..."]) -> Int[Array, "..."]:
     """Integers in the same order as the floats."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -1,6 +1,7 @@
 """SamplingParams: what one request asks of the sampler, checked once."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -41,6 +42,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            _require(
+                value is None or (isinstance(value, Iterable) and (name == "stop" or not isinstance(value, str))),
+                f"{name} must be a list, got {value!r}",
+            )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

@@ -70,8 +70,13 @@ class Scheduler:
         decodes, prefills = [], []
         for seq in self.running:
             (decodes if len(seq.token_ids) - seq.num_computed_tokens == 1 else prefills).append(seq)
+        block_size = self.kv.block_size
         for seq in decodes:
-            budget -= self._schedule_running(seq, budget, plan)
+            if seq.row is not None and seq.num_computed_tokens < len(seq.block_table.blocks) * block_size:
+                plan.num_scheduled_tokens[seq] = 1  # the common case: its last block has room
+                budget -= 1
+            else:
+                budget -= self._schedule_running(seq, budget, plan)
         plan.num_decodes = len(plan.num_scheduled_tokens)
         for seq in prefills:
             budget = self.max_num_batched_tokens - plan.num_tokens  # preemption may have given some back
@@ -87,11 +92,12 @@ class Scheduler:
 
         Returns (sequence, token) for every token appended.
         """
-        sampled = plan.sampled
+        sampled, block_size = plan.sampled, self.kv.block_size
         for seq, num_tokens in plan.num_scheduled_tokens.items():
             before = seq.num_computed_tokens
             seq.num_computed_tokens = before + num_tokens
-            self.kv.cache_full_blocks(seq, before)
+            if before // block_size != seq.num_computed_tokens // block_size:
+                self.kv.cache_full_blocks(seq, before)
         appended = list(zip(sampled, token_ids, strict=True))
         for seq, token_id in appended:
             reason = seq.append(token_id)
@@ -145,7 +151,7 @@ class Scheduler:
             num_tokens = min(seq.num_tokens - num_matched, budget)
             if num_matched + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
                 return
-            if self.kv.admit(seq, matched, num_tokens) is None:
+            if self.kv.admit(seq, matched, num_tokens, reserve=len(self.running)) is None:
                 return
             self.waiting.popleft()
             self.running.append(seq)

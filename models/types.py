@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
-from pallas_kernels import AttentionMetadata
+from pallas_kernels import AnyArray, AttentionMetadata
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class ForwardBatch:
     Padding tokens have position 0 and write to the null block; padding logits_indices point at token 0.
     """
 
-    token_ids: Int[Array, "T"]
-    positions: Int[Array, "T"]
+    token_ids: Int[AnyArray, "T"]
+    positions: Int[AnyArray, "T"]
     attention: AttentionMetadata
-    logits_indices: Int[Array, "R"]  # the token rows whose next token is sampled
+    logits_indices: Int[AnyArray, "R"]  # the token rows whose next token is sampled

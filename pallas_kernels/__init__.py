@@ -2,10 +2,11 @@
 
 from .kv_write import kv_write
 from .layout import LayerPool, PoolLayout
-from .metadata import AttentionMetadata
+from .metadata import AnyArray, AttentionMetadata
 from .paged_attention import Tiles, default_tiles, ragged_paged_attention
 
 __all__ = [
+    "AnyArray",
     "AttentionMetadata",
     "LayerPool",
     "PoolLayout",

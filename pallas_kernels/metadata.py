@@ -3,7 +3,10 @@
 import dataclasses
 
 import jax
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Int
+
+AnyArray = jax.Array | np.ndarray  # a step is made of numpy arrays on the host; jit turns them into the device's
 
 
 @jax.tree_util.register_dataclass
@@ -19,11 +22,11 @@ class AttentionMetadata:
     table past its sequence's last block are not followed.
     """
 
-    seq_lens: Int[Array, "S"]  # KV length, this step's tokens included
-    query_start_loc: Int[Array, "S+1"]  # the first token of each sequence in the flat step
-    block_tables: Int[Array, "S M"]
-    distribution: Int[Array, "3"]
-    slot_mapping: Int[Array, "T"]  # block_id * block_size + offset; a slot of the null block for padding
+    seq_lens: Int[AnyArray, "S"]  # KV length, this step's tokens included
+    query_start_loc: Int[AnyArray, "S+1"]  # the first token of each sequence in the flat step
+    block_tables: Int[AnyArray, "S M"]
+    distribution: Int[AnyArray, "3"]
+    slot_mapping: Int[AnyArray, "T"]  # block_id * block_size + offset; a slot of the null block for padding
 
     def at_block(self, first_block, block_size: int) -> "AttentionMetadata":
         """The same step in a pool whose blocks 0, 1, 2 ... lie at first_block and after it."""

@@ -58,7 +58,8 @@ def run_trace(
     )
     if spec.num_usable_tokens < spec.max_model_len:
         raise ValueError(
-            f"a request of {spec.max_model_len} tokens does not fit in a pool of {spec.num_usable_tokens}: raise --pool-tokens"
+            f"a request of {spec.max_model_len} tokens does not fit in a pool of {spec.num_usable_tokens}: "
+            "raise --pool-tokens"
         )
     config = EngineConfig(
         block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
@@ -85,9 +86,13 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, default=SYNTHETIC_TRACE, help="a CSV of input and output lengths (default: %(default)s)"
     )
-    parser.add_argument("--limit", type=int_from(1), default=4000, help="requests, drawn at random where the trace has more")
+    parser.add_argument(
+        "--limit", type=int_from(1), default=4000, help="requests, drawn at random where the trace has more"
+    )
     parser.add_argument("--block-sizes", default="16,32,64", help="default: %(default)s")
-    parser.add_argument("--pool-tokens", type=int_from(1), default=46_000, help="slots in the pool (default: %(default)s)")
+    parser.add_argument(
+        "--pool-tokens", type=int_from(1), default=46_000, help="slots in the pool (default: %(default)s)"
+    )
     parser.add_argument("--max-num-seqs", type=int_from(1), default=256)
     parser.add_argument("--max-num-batched-tokens", type=int_from(1), default=512)
     add_json_option(parser)

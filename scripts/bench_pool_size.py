@@ -34,14 +34,17 @@ def scatter(pool: BlockPool) -> None:
 
 def make_engine(args: argparse.Namespace, num_blocks: int) -> LLMEngine:
     """An engine with all requests prefilled. Raises ValueError where the pool does not hold them to their end."""
-    max_model_len = args.prompt_len + WARM_UP_STEPS + args.steps + 1
+    budget = max(2 * args.num_requests, 512)
+    # While the last prompts are prefilled, the first requests decode already.
+    num_prefills = -(-args.num_requests * args.prompt_len // (budget - args.num_requests)) + 1
+    max_model_len = args.prompt_len + num_prefills + WARM_UP_STEPS + args.steps + 1
     config = EngineConfig(
         model=args.model,
         num_blocks_override=num_blocks,
         block_size=args.block_size,
         max_model_len=max_model_len,
         max_num_seqs=args.num_requests,
-        max_num_batched_tokens=max(args.num_requests, 512),
+        max_num_batched_tokens=budget,
         enable_prefix_caching=False,
     )
     engine = LLMEngine(config)
@@ -97,7 +100,8 @@ def main() -> None:
     for number in tqdm(range(WARM_UP_STEPS + args.steps), desc="decoding", unit="step", leave=False):
         for num_blocks, engine in engines.items():
             start = time.perf_counter()
-            engine.step()
+            num_decoded = len(engine.step())
+            assert num_decoded == args.num_requests, f"{num_decoded} of {args.num_requests} decoded"
             if number >= WARM_UP_STEPS:
                 times[num_blocks].append(1e3 * (time.perf_counter() - start))
 

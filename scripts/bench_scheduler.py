@@ -33,7 +33,9 @@ def run_decodes(num_seqs: int, prompt_len: int, num_steps: int, block_size: int)
     config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=max(512, 2 * num_seqs), block_size=block_size)
     longest = prompt_len + 2 * num_seqs + num_steps  # the first ones decode while the last ones are prefilled
     spec = CacheSpec(
-        num_blocks=num_seqs * -(-longest // block_size) + 1, block_size=block_size, max_model_len=max(MAX_MODEL_LEN, longest)
+        num_blocks=num_seqs * -(-longest // block_size) + 1,
+        block_size=block_size,
+        max_model_len=max(MAX_MODEL_LEN, longest),
     )
     scheduler = Scheduler(config, KVCacheManager(spec))
     builder = BatchBuilder(config, spec)

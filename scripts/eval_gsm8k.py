@@ -1,10 +1,10 @@
 """GSM8K against `LLM`: few-shot, with reasoning before the answer; resumable.
 
     python scripts/eval_gsm8k.py --limit 20
-    python scripts/eval_gsm8k.py --output results.jsonl     again to go on where it stopped
+    python scripts/eval_gsm8k.py --output results.jsonl     again, to go on where it stopped
 
-Greedy. Each problem's result is appended to --output as soon as it is finished. The score is the share of problems whose
-number is right, with its 95 % interval (Wilson's, which also holds for shares near 0).
+Greedy. Each problem's result is appended to --output as soon as it is finished. The score is the share of problems
+whose number is right, with its 95 % interval (Wilson's, which also holds for shares near 0).
 """
 
 import argparse
@@ -129,12 +129,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", default="auto", help="of weights and matmuls (default: %(default)s)")
-    parser.add_argument("--data", type=Path, default=DATA, help="the folder with gsm8k/ in it (default: JPAGED_DATA or %(default)s)")
-    parser.add_argument("--num-shots", type=int_from(0), default=4, help="worked examples before each problem (default: %(default)s)")
-    parser.add_argument("--style", choices=tuple(STOPS), default="chat", help="the examples as turns of a chat, or as one text")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="the folder with gsm8k/ in it (JPAGED_DATA; default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-shots", type=int_from(0), default=4, help="worked examples before each problem (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--style", choices=tuple(STOPS), default="chat", help="the examples as turns of a chat, or as one text"
+    )
     parser.add_argument("--max-tokens", type=int_from(1), default=256, help="of an answer (default: %(default)s)")
     parser.add_argument("--limit", type=int_from(1), help="only the first problems (default: all)")
-    parser.add_argument("--batch-size", type=int_from(1), default=32, help="problems in the engine at a time (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int_from(1), default=32, help="problems in the engine at a time (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, default=Path("gsm8k_results.jsonl"), help="default: %(default)s")
     args = parser.parse_args()
     try:

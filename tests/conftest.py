@@ -1,7 +1,14 @@
 import os
 from pathlib import Path
 
+import jaxtyping
 import pytest
+
+# Shapes and dtypes of the model's and the sampler's functions are checked while tests run; production runs unchecked.
+# Not those of the kernels' dataclasses, which JAX also fills with shapes, specs and placeholders.
+jaxtyping.install_import_hook(
+    ["models.attention", "models.layers", "models.llama", "jpaged.sampler"], "beartype.beartype"
+)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from test_scheduler import Walk, fake_token, make, request
 
 from jpaged.batch import BatchBuilder, empty_step
 from jpaged.buckets import bucket_ladder
-from jpaged.sampler import MAX_BANNED_TOKENS
+from jpaged.sampling_batch import MAX_BANNED_TOKENS
 from jpaged.sampling_params import MAX_STOP_TOKEN_IDS
 
 

@@ -7,7 +7,7 @@ from tokenizers_on_disk import smollm2
 from jpaged.model_runner import StepResult
 from jpaged.output_processor import RequestOutputBuilder, RequestState, token_logprobs
 from jpaged.outputs import OutputDelta
-from jpaged.sampler import Sampled
+from jpaged.sampling_batch import Sampled
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason, Sequence, SequenceStatus
 
@@ -165,3 +165,9 @@ def test_output_without_logprobs_has_neither_list_nor_sum():
 def test_request_that_the_engine_gave_up_raises_with_its_name_and_reason():
     with pytest.raises(RuntimeError, match="request r: out of memory"):
         RequestOutputBuilder("r", None, [1]).add(OutputDelta("r", "", [], finish_reason="error", error="out of memory"))
+
+
+def test_rank_of_a_chosen_token_that_ties_with_the_best_is_the_samplers():
+    sampled = Sampled(*map(np.array, ([7], [-1.0], [1], [[3, 7]], [[-1.0, -1.0]])))
+    got = token_logprobs(SamplingParams(logprobs=2), 7, StepResult([7], sampled), 0, TOKENIZER)
+    assert [(token, entry.rank) for token, entry in got.items()] == [(7, 1), (3, 1)]

@@ -37,7 +37,7 @@ def ask_at_once(programs, key, num_threads):
         except MemoryError as error:
             answers.append(error)
 
-    threads = [threading.Thread(target=ask) for _ in range(num_threads)]
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     return threads, answers
@@ -123,7 +123,7 @@ def test_close_stops_after_the_program_in_hand():
     programs = Programs(compiler, list(range(5)), lambda phase: None)
     programs.compile_in_background()
     assert compiler.started.wait(10)
-    closing = threading.Thread(target=programs.close)
+    closing = threading.Thread(target=programs.close, daemon=True)
     closing.start()
     wait_until(programs._stopping.is_set)
     compiler.gate.set()

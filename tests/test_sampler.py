@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jpaged.sampler import MAX_BANNED_TOKENS, Sampled, SamplingBatch, _inverse_cdf, sample
+from jpaged.sampler import _inverse_cdf, sample
+from jpaged.sampling_batch import MAX_BANNED_TOKENS, Sampled, SamplingBatch
 from jpaged.sampling_params import SamplingParams
 
 MAX_LOGPROBS = 5

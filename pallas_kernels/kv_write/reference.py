@@ -3,9 +3,10 @@
 import numpy as np
 
 from ..layout import LayerPool
+from ..metadata import AnyArray
 
 
-def kv_write_reference(pool: LayerPool, k: np.ndarray, v: np.ndarray, slot_mapping: np.ndarray) -> LayerPool:
+def kv_write_reference(pool: LayerPool, k: AnyArray, v: AnyArray, slot_mapping: AnyArray) -> LayerPool:
     """A new pool (numpy leaves, storage dtype) with token `t`'s K and V, `[T, K, D]`, in slot `slot_mapping[t]`.
 
     Where two tokens name one slot (padding, in the null block) either may win.

@@ -28,7 +28,16 @@ def test_a_trace_is_read_by_its_header_or_its_first_columns(tmp_path, text):
     assert read_lengths(tmp_path / "trace.csv", max_total=7) == [(3, 4)]
 
 
-@pytest.mark.parametrize("text, why", [("", "empty"), ("a,b\n1,2\n", "input"), ("1,2\n3\n", "line 2"), ("1,2\n1.5,2\n", "line 2"), ("0,0\n", "no lengths")])
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "empty"),
+        ("a,b\n1,2\n", "input"),
+        ("1,2\n3\n", "line 2"),
+        ("1,2\n1.5,2\n", "line 2"),
+        ("0,0\n", "no lengths"),
+    ],
+)
 def test_what_is_no_trace_is_refused(tmp_path, text, why):
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(ValueError, match=why):

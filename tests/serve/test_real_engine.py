@@ -122,9 +122,9 @@ def test_what_the_engine_cannot_serve_is_a_400_with_the_numbers(client, body, sa
 
 def test_a_full_queue_is_refused_and_drains(client, engine):
     may_go_on = threading.Event()
-    engine._inbox.put(lambda: may_go_on.wait(20) and None)  # the engine's thread stands still
-    with http_sockets(client.base_url, 4, {"prompt": "a", "max_tokens": 4}):
-        wait_until(lambda: len(engine._streams) == 4)
+    engine._inbox.put(lambda: None if may_go_on.wait(20) else None)  # the engine's thread stands still
+    with http_sockets(client.base_url, 6, {"prompt": "a", "max_tokens": 4}):  # two would run at once, four wait
+        wait_until(lambda: len(engine._streams) == 6)
         response = client.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == 429 and response.headers["retry-after"]
         assert "the limit is 4" in response.json()["error"]["message"]

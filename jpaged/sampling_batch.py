@@ -1,0 +1,76 @@
+"""SamplingBatch and Sampled: what the sampler is told of a step's rows, and what it answers."""
+
+from dataclasses import dataclass, fields
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt32
+
+from jpaged.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from pallas_kernels import AnyArray
+
+MAX_BANNED_TOKENS = MAX_STOP_TOKEN_IDS + 16  # a request's own stop tokens and the model's ends of text
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingBatch:
+    """One row a token to sample. On the host the arrays are numpy and written in place.
+
+    seeds are 64 bits as two words; positions index the sampled token in its sequence; banned_ids are filled up with -1.
+    """
+
+    temperature: Float[AnyArray, "R"]
+    top_p: Float[AnyArray, "R"]
+    min_p: Float[AnyArray, "R"]
+    top_k: Int[AnyArray, "R"]
+    seeds: UInt32[AnyArray, "R 2"]
+    positions: Int[AnyArray, "R"]
+    wants_logprobs: Bool[AnyArray, "R"]
+    banned_ids: Int[AnyArray, "R banned"]
+
+    @classmethod
+    def neutral(cls, num_rows: int) -> "SamplingBatch":
+        """Greedy rows without any filter, as numpy arrays."""
+        return cls(
+            temperature=np.zeros(num_rows, np.float32),
+            top_p=np.ones(num_rows, np.float32),
+            min_p=np.zeros(num_rows, np.float32),
+            top_k=np.zeros(num_rows, np.int32),
+            seeds=np.zeros((num_rows, 2), np.uint32),
+            positions=np.zeros(num_rows, np.int32),
+            wants_logprobs=np.zeros(num_rows, bool),
+            banned_ids=np.full((num_rows, MAX_BANNED_TOKENS), -1, np.int32),
+        )
+
+    def set_row(self, row: int, params: SamplingParams, seed: int) -> None:
+        """Writes a request's parameters into a host row."""
+        self.temperature[row] = 0.0 if params.is_greedy else params.temperature
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.top_k[row] = max(params.top_k, 0)
+        self.seeds[row] = seed >> 32, seed & 0xFFFFFFFF
+        self.wants_logprobs[row] = params.logprobs is not None
+
+    def copy_rows(self, source: "SamplingBatch", rows: np.ndarray) -> None:
+        """Fills the first host rows with the given rows of source."""
+        for f in fields(self):
+            getattr(self, f.name)[: len(rows)] = getattr(source, f.name)[rows]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled:
+    """What came of a step. The log-probs are of the model's own distribution; zeros where no row asked for them."""
+
+    token_ids: Int[AnyArray, "R"]
+    logprobs: Float[AnyArray, "R"]
+    ranks: Int[AnyArray, "R"]
+    top_ids: Int[AnyArray, "R top"]
+    top_logprobs: Float[AnyArray, "R top"]
+
+    @classmethod
+    def empty(cls) -> "Sampled":
+        """One of no rows, for its structure."""
+        ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return cls(ids, logprobs, ids, ids[:, None], logprobs[:, None])
