@@ -19,7 +19,7 @@ REFUSED = [
     ({"device_memory_utilization": 0.0}, ["device_memory_utilization", "(0, 1]", "got 0.0"]),
     ({"device_memory_utilization": 1.1}, ["device_memory_utilization", "(0, 1]", "got 1.1"]),
     ({"device_memory_utilization": math.nan}, ["device_memory_utilization", "(0, 1]", "got nan"]),
-    ({"max_logprobs": -1}, ["max_logprobs", "negative", "got -1"]),
+    ({"max_logprobs": -1}, ["max_logprobs", "at least 0", "got -1"]),
     ({"dtype": "float16"}, ["dtype", "auto, bfloat16, float32", "'float16'"]),
     ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype", "auto, bfloat16, float32", "'fp8'"]),
     ({"generation_config": "vllm"}, ["generation_config", "auto, none", "'vllm'"]),
