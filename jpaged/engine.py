@@ -164,8 +164,8 @@ class LLMEngine:
             delta = state.advance(token_id, token_logprobs(seq.params, token_id, result, row, self.tokenizer))
             deltas.append(delta)
             if delta.finish_reason is not None:
-                seq.stop_reason = delta.stop_reason
-                self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler ended it
+                self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler has ended it
+                seq.finish_reason, seq.stop_reason = delta.finish_reason, delta.stop_reason
                 self._close(state)
         for gap, num_tokens in gaps.items():
             self.metrics.on_inter_token_latency(gap, num_tokens)

@@ -93,6 +93,7 @@ class KVCacheManager:
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Asserts what must always hold of the pool, given every sequence that exists."""
+        sequences = list(sequences)
         queue = self.pool.free_queue()
         assert len(queue) == self.pool.num_free, (len(queue), self.pool.num_free)
         assert self.pool.num_free + self.pool.num_used == self.spec.num_blocks - 1

@@ -65,6 +65,8 @@ class ModelRunner:
             raise ValueError(
                 f"tensor_parallel_size ({config.tensor_parallel_size}) must divide the model's {model.num_kv_heads} KV heads"
             )
+        if config.max_logprobs > model.vocab_size:
+            raise ValueError(f"max_logprobs ({config.max_logprobs}) is over the vocabulary of {model.vocab_size} tokens")
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         platform = self.mesh.devices.flat[0].platform
         pool_dtype = self.dtype.name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype

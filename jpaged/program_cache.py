@@ -99,6 +99,13 @@ def cache_dir(configured: str | None) -> Path:
     return Path(root).expanduser() / "programs"
 
 
+def _age_of(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # another process has just removed it
+        return 0.0
+
+
 class ProgramCache:
     """One folder of programs of the same fingerprint. Files that cannot be read count as absent."""
 
@@ -106,7 +113,7 @@ class ProgramCache:
         self.folder = root / fingerprint
         self.folder.mkdir(parents=True, exist_ok=True)
         os.utime(self.folder)
-        by_age = sorted((f for f in root.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime)
+        by_age = sorted((f for f in root.iterdir() if f.is_dir()), key=_age_of)
         for old in by_age[:-_KEPT_FINGERPRINTS]:
             shutil.rmtree(old, ignore_errors=True)  # another process may be doing the same
 

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 class Programs:
     """A table of programs by bucket. Threads may ask at once: each program is compiled once, others wait for it.
 
-    on_compiled is told for each program whether a step waited for it ("serving") or not ("warmup").
+    on_compiled is told for each program whether a step asked for it first ("serving") or not ("warmup").
     """
 
     def __init__(self, compile_program: Callable[[Hashable], Callable], keys: list[Hashable], on_compiled: Callable[[str], None]):

@@ -66,25 +66,17 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step. It is empty only when nothing runs or waits."""
         plan = SchedulerOutput()
-        budget = self.max_num_batched_tokens
-        decodes, prefills = [], []
-        for seq in self.running:
-            (decodes if len(seq.token_ids) - seq.num_computed_tokens == 1 else prefills).append(seq)
-        block_size = self.kv.block_size
-        for seq in decodes:
-            if seq.row is not None and seq.num_computed_tokens < len(seq.block_table.blocks) * block_size:
-                plan.num_scheduled_tokens[seq] = 1  # the common case: its last block has room
-                budget -= 1
-            else:
-                budget -= self._schedule_running(seq, budget, plan)
-        plan.num_decodes = len(plan.num_scheduled_tokens)
-        for seq in prefills:
-            budget = self.max_num_batched_tokens - plan.num_tokens  # preemption may have given some back
-            self._schedule_running(seq, budget, plan)
+        budget, block_size = self.max_num_batched_tokens, self.kv.block_size
+        for seq in list(self.running):  # decodes, then at most one unfinished prompt: the newest
+            num_missing = len(seq.token_ids) - seq.num_computed_tokens
+            num_tokens = min(num_missing, budget)
+            has_room = num_missing == 1 and seq.num_computed_tokens < len(seq.block_table.blocks) * block_size
+            if has_room or self._make_room(seq, num_tokens, plan):
+                plan.num_scheduled_tokens[seq] = num_tokens
+                plan.num_decodes += num_missing == 1
+                budget -= num_tokens
         if not plan.num_preempted:
-            self._admit_waiting(self.max_num_batched_tokens - plan.num_tokens, plan)
-        elif prefills:
-            plan.num_decodes = sum(1 for seq in decodes if seq in plan.num_scheduled_tokens)
+            self._admit_waiting(budget, plan)
         return plan
 
     def update(self, plan: SchedulerOutput, token_ids: list[int]) -> list[tuple[Sequence, int]]:
@@ -122,26 +114,20 @@ class Scheduler:
         while self.running:
             self._preempt(self.running[-1])
 
-    def _schedule_running(self, seq: Sequence, budget: int, plan: SchedulerOutput) -> int:
-        """Schedules what the budget allows of a running sequence; returns its number of tokens, 0 for none."""
-        if seq.status is not SequenceStatus.RUNNING:
-            return 0  # preempted earlier in this step
-        num_missing = len(seq.token_ids) - seq.num_computed_tokens
-        num_tokens = min(num_missing, budget)
-        if num_tokens < num_missing and not self.enable_chunked_prefill:
-            return 0
-        if num_tokens == 0:
-            return 0
+    def _make_room(self, seq: Sequence, num_tokens: int, plan: SchedulerOutput) -> bool:
+        """Gets the blocks for a running sequence's next tokens, from the newest others if need be; False if it had to go
+        itself, now or earlier in this step."""
+        if seq.status is not SequenceStatus.RUNNING or num_tokens == 0:
+            return False
         while self.kv.allocate_slots(seq, num_tokens) is None:
             victim = self.running[-1]
+            assert victim not in plan.num_scheduled_tokens, f"{victim} is newer than {seq}, but was scheduled before it"
             self._preempt(victim)
             self._warn_of_preemption(victim)
-            plan.num_scheduled_tokens.pop(victim, None)
             plan.num_preempted += 1
             if victim is seq:
-                return 0
-        plan.num_scheduled_tokens[seq] = num_tokens
-        return num_tokens
+                return False
+        return True
 
     def _admit_waiting(self, budget: int, plan: SchedulerOutput) -> None:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:

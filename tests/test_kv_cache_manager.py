@@ -89,8 +89,8 @@ class PoolWalk(RuleBasedStateMachine):
         self.waiting.append(make_sequence(prompt, str(self.num_requests)))
 
     @precondition(lambda self: self.waiting)
-    @rule(which=st.integers(0, 99), share=st.floats(0, 1))
-    def admit(self, which, share):
+    @rule(which=st.integers(0, 99), share=st.floats(0, 1), reserve=st.sampled_from([0, 0, 1, 3]))
+    def admit(self, which, share, reserve):
         seq = self.waiting[which % len(self.waiting)]
         matched = self.manager.match_prefix(seq)
 
@@ -103,9 +103,9 @@ class PoolWalk(RuleBasedStateMachine):
         missing = seq.num_tokens - len(matched) * SIZE
         num_new = max(1, round(share * missing))
         num_needed = -(-seq.num_tokens // SIZE) - len(matched)
-        fits = num_needed <= len(self.free_ids() - {block.block_id for block in matched})
+        fits = num_needed + reserve <= len(self.free_ids() - {block.block_id for block in matched})
         before = snapshot(self.manager, self.sequences)
-        got = self.manager.admit(seq, matched, num_new)
+        got = self.manager.admit(seq, matched, num_new, reserve=reserve)
         assert (got is not None) == fits
         if got is None:
             assert snapshot(self.manager, self.sequences) == before

@@ -267,6 +267,16 @@ def test_newest_sequence_gives_way_when_blocks_run_out_and_comes_back_first():
     assert (victim.num_computed_tokens, victim.num_output_tokens, victim.status) == (0, 2, SequenceStatus.WAITING)
 
 
+def test_newcomer_does_not_take_the_blocks_that_running_sequences_need_next():
+    _, _, scheduler = make(budget=32, num_blocks=2 * 3 + 1)  # for the prompts of two, and two blocks more
+    for number in range(3):
+        scheduler.add(request(number, [number] * 8, max_tokens=4))
+    assert counts(run_step(scheduler)) == {"0": 8, "1": 8}  # the third would fit, but not for long
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
 def test_preempted_sequence_finishes_as_if_nothing_had_happened():
     scheduler = crowd()
     sequences = list(scheduler.running)
@@ -333,6 +343,19 @@ def test_prefix_hit_is_not_computed_again_and_is_counted():
     plan = run_step(scheduler)
     assert counts(plan) == {"1": 1, "2": 2} and late.num_cached_tokens == 8
     assert (plan.num_prefix_queries, plan.num_prefix_hits, plan.num_new_prompt_tokens) == (10, 8, 10)
+
+
+def test_next_turn_of_a_conversation_finds_the_answer_too():
+    _, _, scheduler = make(budget=2, max_num_seqs=2)  # prompts in chunks smaller than a block
+    first = request(1, [5] * 7, max_tokens=14)
+    scheduler.add(first)
+    while scheduler.has_work:
+        run_step(scheduler)
+    # all but the last token were computed: 20, five blocks
+    late = request(2, first.token_ids + [6], max_tokens=1)
+    scheduler.add(late)
+    run_step(scheduler)
+    assert late.num_cached_tokens == 20
 
 
 def test_blocks_filled_in_a_step_can_be_matched_only_by_later_steps():
