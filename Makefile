@@ -4,18 +4,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: serve test test-slow test-all clean
+.PHONY: serve test clean
 
 serve: $(VENV)/.installed
 	$(RUN) -m jpaged.serve $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest -m "not slow" $(ARGS)
-
-test-slow: $(VENV)/.installed-test
-	$(RUN) -m pytest -m slow $(ARGS)
-
-test-all: test test-slow
+	$(RUN) -m pytest $(ARGS)
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "jpaged needs Python 3.12 or newer, and none was found: install python3.12 (or newer) with its venv module, or give one: make PYTHON=/path/to/python"; exit 1; }

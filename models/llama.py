@@ -37,7 +37,7 @@ class LlamaLayer(nnx.Module):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _half_layer(half: Callable, graphdef: nnx.GraphDef, state: nnx.State, *args):
+def _half_layer(half: Callable, graphdef, state, *args):
     """One half as a function of its own: all layers are alike, so jit traces it once and not once a layer."""
     return half(nnx.merge(graphdef, state), *args)
 

@@ -1,0 +1,39 @@
+"""One device equals a mesh of devices: weights, pool and attention shared out over KV heads."""
+
+import json
+import os
+import subprocess
+import sys
+
+from tiny_model import make_tiny_model
+
+SCRIPT = """
+import json, sys
+from engines import Request, make_engine, run
+from jpaged.sampling_params import SamplingParams
+folder, programs_dir, size = sys.argv[1:]
+engine = make_engine(folder, programs_dir, tensor_parallel_size=int(size))
+assert len(engine.runner.pool.keys.sharding.device_set) == int(size)
+kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}]
+requests = [
+    Request(list(range(3, 3 + length)), SamplingParams(max_tokens=16, ignore_eos=True, **kinds[length % 2]))
+    for length in (1, 16, 40, 71)
+]
+print(json.dumps([output.token_ids for output in run(engine, requests)]))
+"""
+
+
+def generate(folder, programs_dir, size: int) -> list[list[int]]:
+    env = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={size}",
+        "PYTHONPATH": os.path.dirname(make_tiny_model.__code__.co_filename),
+    }
+    command = [sys.executable, "-c", SCRIPT, str(folder), programs_dir, str(size)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_two_devices_give_the_tokens_of_one(tmp_path, programs_dir):
+    folder = make_tiny_model(tmp_path)
+    assert generate(folder, programs_dir, 2) == generate(folder, programs_dir, 1)

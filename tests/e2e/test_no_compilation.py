@@ -1,0 +1,47 @@
+"""After warm-up nothing compiles, whatever is asked."""
+
+import random
+
+import jax
+from engines import Request, make_engine, run
+from tiny_model import make_tiny_model
+
+from jpaged.program_cache import compile_counter
+from jpaged.sampling_params import SamplingParams
+
+
+def fuzzed_request(rng: random.Random) -> Request:
+    kinds = {
+        "temperature": [0, 0.5, 1.0, 2.0],
+        "top_k": [0, 1, 40],
+        "top_p": [1.0, 0.9, 0.1],
+        "min_p": [0.0, 0.1],
+        "seed": [None, 1, 2**63],
+        "min_tokens": [0, 3],
+        "stop": [(), ("a",), ("\x00", "zz")],
+        "stop_token_ids": [(), (5,), tuple(range(20))],
+        "ignore_eos": [False, True],
+        "logprobs": [None, 0, 5, 20],
+    }
+    fields = {name: rng.choice(values) for name, values in kinds.items()}
+    prompt = [rng.randrange(258) for _ in range(rng.choice([1, 2, 15, 16, 17, 60, 200]))]
+    return Request(prompt, SamplingParams(max_tokens=rng.randint(3, 40), **fields))
+
+
+def test_200_fuzzed_requests_compile_nothing_after_warm_up(tmp_path, programs_dir):
+    engine = make_engine(str(make_tiny_model(tmp_path)), programs_dir, num_blocks_override=24, max_model_len=256)
+    engine.runner.programs.compile_all()
+    assert engine.runner.programs.is_complete
+    before = compile_counter.num_events
+    rng = random.Random(0)
+    outputs = run(engine, [fuzzed_request(rng) for _ in range(200)], check_every_step=True)
+    assert all(output.finish_reason in ("stop", "length") for output in outputs)
+    assert engine.scheduler.num_preemptions > 0, "the pool was meant to be too small for all"
+    assert compile_counter.num_events == before
+    engine.close()
+
+
+def test_the_counter_sees_a_compilation():
+    before = compile_counter.num_compiled
+    jax.jit(lambda x: x * 3 + 1).lower(1.0).compile()
+    assert compile_counter.num_compiled == before + 1
