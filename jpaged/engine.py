@@ -17,9 +17,18 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler, SchedulerOutput
 from jpaged.sequence import FinishReason, Sequence
 from jpaged.tokenizer import Tokenizer
-from models.weights import open_checkpoint, resolve_model
+from models.weights import Checkpoint, open_checkpoint, recommended_sampling, resolve_model
 
 logger = logging.getLogger(__name__)
+
+
+def sampling_defaults(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, float]:
+    """What the model's authors recommend, unless the user prefers OpenAI's defaults."""
+    if config.generation_config == "none":
+        return {}
+    own = dataclasses.asdict(checkpoint.generation_defaults)
+    own.pop("eos_token_ids")
+    return recommended_sampling(config.model) | {name: value for name, value in own.items() if value is not None}
 
 
 class LLMEngine:
@@ -33,11 +42,7 @@ class LLMEngine:
             with open(config.chat_template, encoding="utf-8") as file:
                 template = file.read()
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint, template)
-        defaults = dataclasses.asdict(checkpoint.generation_defaults)
-        defaults.pop("eos_token_ids")
-        self.generation_defaults = {
-            name: value for name, value in defaults.items() if value is not None and config.generation_config == "auto"
-        }
+        self.generation_defaults = sampling_defaults(config, checkpoint)
         self.metrics = EngineMetrics((config.served_model_name or (config.model,))[0])
         self.runner = ModelRunner(config, checkpoint, self.metrics.on_compile)
         self.model_config = self.runner.model_config

