@@ -1,7 +1,9 @@
 """AsyncLLM: the engine on a thread of its own, and asyncio streams of its deltas."""
 
 import asyncio
+import gc
 import logging
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +18,8 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason
 
 logger = logging.getLogger(__name__)
+
+MAX_COMPILE_THREADS = 4
 
 
 class AsyncLLM:
@@ -47,7 +51,8 @@ class AsyncLLM:
         self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[OutputDelta]]] = {}
         self._stopping = False
         self._death: str | None = None
-        self._engine.runner.programs.compile_in_background()
+        gc.freeze()  # what was loaded stays for good: the collector need not walk it again and again
+        self._engine.runner.programs.compile_in_background(num_threads=min(os.cpu_count() or 1, MAX_COMPILE_THREADS))
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()
 

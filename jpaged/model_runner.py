@@ -94,7 +94,12 @@ class ModelRunner:
         self.memory = self._plan_memory()
         self.spec = self.memory.spec
         self._program_cache = ProgramCache(cache_dir(config.compilation_cache_dir), self._fingerprint())
-        self.programs = Programs(self._compile, self.buckets.all(), on_compiled)
+
+        def on_prepared(phase: str) -> None:
+            if self._program_cache.has_compiled:
+                on_compiled(phase)
+
+        self.programs = Programs(self._compile, self.buckets.all(), on_prepared)
         self.pool = self._make_pool()
 
     def run(self, batch: ForwardBatch, sampling: SamplingBatch, num_sampled: int) -> StepResult:

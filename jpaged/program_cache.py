@@ -110,6 +110,7 @@ class ProgramCache:
     """One folder of programs of the same fingerprint. Files that cannot be read count as absent."""
 
     def __init__(self, root: Path, fingerprint: str):
+        self._here = threading.local()
         self.folder = root / fingerprint
         self.folder.mkdir(parents=True, exist_ok=True)
         os.utime(self.folder)
@@ -117,12 +118,18 @@ class ProgramCache:
         for old in by_age[:-_KEPT_FINGERPRINTS]:
             shutil.rmtree(old, ignore_errors=True)  # another process may be doing the same
 
+    @property
+    def has_compiled(self) -> bool:
+        """Whether this thread's last `compile` found nothing on disk."""
+        return self._here.has_compiled
+
     def compile(self, key: Hashable, function, arguments: tuple, out_tree) -> Callable:
         """The program of a jitted function for these arguments (arrays or shapes), from disk where it is there.
 
         out_tree: the structure of its result, which loading needs to know beforehand.
         """
         program = self._load(key, jax.tree.structure((arguments, {})), out_tree)
+        self._here.has_compiled = program is None
         if program is None:
             num_hits = compile_counter.num_hits_here
             program = function.lower(*arguments).compile()

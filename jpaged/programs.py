@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class Programs:
         self._futures: dict[Hashable, Future] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.num_compiled = 0
         self.error: BaseException | None = None  # why the background gave up
 
@@ -57,26 +57,31 @@ class Programs:
 
     def compile_all(self) -> None:
         """Compiles what is missing, in order, until it is done or `close` is called."""
-        for key in self.keys:
-            if self._stopping.is_set():
-                return
-            self.prepare(key)
+        self._compile_each(iter(self.keys))
 
-    def compile_in_background(self) -> None:
-        """Starts a thread that does `compile_all`. What it cannot compile is logged and left to first use."""
+    def compile_in_background(self, num_threads: int = 1) -> None:
+        """Starts threads that do `compile_all` together. What they cannot compile is logged and left to first use."""
+        keys = iter(self.keys)  # shared: each thread takes the next
 
         def work():
             try:
-                self.compile_all()
+                self._compile_each(keys)
             except Exception as error:  # the thread's last frame: a step that needs the program will raise it again
                 self.error = error
                 logger.exception("compiling ahead failed; programs are compiled on first use instead")
 
-        self._thread = threading.Thread(target=work, name="jpaged-compile", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=work, name="jpaged-compile", daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Stops compiling ahead, after the program in hand."""
+        """Stops compiling ahead, after the programs in hand."""
         self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
+
+    def _compile_each(self, keys: Iterator[Hashable]) -> None:
+        for key in keys:
+            if self._stopping.is_set():
+                return
+            self.prepare(key)
