@@ -1,7 +1,7 @@
 """jpaged: an LLM inference engine in JAX, with PagedAttention and continuous batching.
 
-    from jpaged import LLM, SamplingParams
-    LLM().chat([{"role": "user", "content": "What is the capital of France?"}])
+from jpaged import LLM, SamplingParams
+LLM().chat([{"role": "user", "content": "What is the capital of France?"}])
 """
 
 import importlib

@@ -176,7 +176,10 @@ class AsyncLLM:
         self._death = reason
         error = reason if finish_reason == FinishReason.ERROR else None
         self._deliver(
-            [OutputDelta(request_id, "", [], finish_reason=finish_reason, error=error) for request_id in list(self._streams)]
+            [
+                OutputDelta(request_id, "", [], finish_reason=finish_reason, error=error)
+                for request_id in list(self._streams)
+            ]
         )
 
 

@@ -11,9 +11,7 @@ from models.types import ForwardBatch
 from pallas_kernels import AttentionMetadata
 
 
-def empty_step(
-    num_tokens: int, num_rows: int, *, num_seqs: int, max_blocks: int
-) -> tuple[ForwardBatch, SamplingBatch]:
+def empty_step(num_tokens: int, num_rows: int, *, num_seqs: int, max_blocks: int) -> tuple[ForwardBatch, SamplingBatch]:
     """A step of padding alone, in the shapes of program (num_tokens, num_rows): zeros, and nothing to attend to."""
     batch = ForwardBatch(
         token_ids=np.zeros(num_tokens, np.int32),

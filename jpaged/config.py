@@ -36,28 +36,43 @@ class EngineConfig:
     served_model_name: tuple[str, ...] = _option((), "names that clients may use for the model (default: --model)")
     revision: str | None = _option(None, "the hub revision to load")
     download_dir: str | None = _option(None, "where downloaded models are kept (default: the user's cache)")
-    generation_config: str = _option("auto", "auto: the model's own sampling defaults; none: OpenAI's", choices=("auto", "none"))
+    generation_config: str = _option(
+        "auto", "auto: the model's own sampling defaults; none: OpenAI's", choices=("auto", "none")
+    )
     chat_template: str | None = _option(None, "a Jinja file that replaces the model's own chat template")
     dtype: str = _option("auto", "of weights and matmuls; auto is bfloat16", choices=("auto", "bfloat16", "float32"))
     seed: int = _option(0, "seeds requests that bring no seed of their own")
 
-    max_model_len: int | None = _option(None, "tokens of prompt and output together (default: the model's context, or what the pool holds)")
-    block_size: int | None = _option(None, "tokens in a block of the KV pool (default: 64 on CPU, where attention over blocks of 16 takes twice as long; else 16)")
+    max_model_len: int | None = _option(
+        None, "tokens of prompt and output together (default: the model's context, or what the pool holds)"
+    )
+    block_size: int | None = _option(
+        None,
+        "tokens in a block of the KV pool (default: 64 on CPU, where attention over blocks of 16 takes twice as long; else 16)",
+    )
     num_blocks_override: int | None = _option(None, "blocks in the pool, instead of what memory allows")
-    kv_cache_memory_bytes: int | None = _option(None, "bytes for the KV pool (default: on an accelerator what is free, on CPU 1 GiB)")
-    kv_cache_dtype: str = _option("auto", "of the KV pool; auto is the dtype of the weights", choices=("auto", "bfloat16", "float32"))
+    kv_cache_memory_bytes: int | None = _option(
+        None, "bytes for the KV pool (default: on an accelerator what is free, on CPU 1 GiB)"
+    )
+    kv_cache_dtype: str = _option(
+        "auto", "of the KV pool; auto is the dtype of the weights", choices=("auto", "bfloat16", "float32")
+    )
     device_memory_utilization: float = _option(0.92, "part of an accelerator's memory that the engine may use")
     enable_prefix_caching: bool = _option(True, "share the KV blocks of equal prefixes")
 
     max_num_batched_tokens: int = _option(512, "tokens that one step computes at most")
-    token_buckets: tuple[int, ...] = _option((), "padded step sizes to compile for; the largest is max_num_batched_tokens (default: a ladder)")
+    token_buckets: tuple[int, ...] = _option(
+        (), "padded step sizes to compile for; the largest is max_num_batched_tokens (default: a ladder)"
+    )
     max_num_seqs: int = _option(256, "sequences that run at once at most")
     max_num_queued_requests: int | None = _option(None, "requests that may wait; more are refused (default: no limit)")
     enable_chunked_prefill: bool = _option(True, "split prompts over steps and mix them with decodes")
     max_logprobs: int = _option(20, "the most log-probs that a request may ask for at a position")
 
     tensor_parallel_size: int = _option(1, "devices that share each layer")
-    attention_backend: str | None = _option(None, "the attention implementation (default: by device)", choices=("xla", "reference"))
+    attention_backend: str | None = _option(
+        None, "the attention implementation (default: by device)", choices=("xla", "reference")
+    )
     compilation_cache_dir: str | None = _option(None, "where compiled programs are kept (default: the user's cache)")
 
     def __post_init__(self):

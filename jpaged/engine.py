@@ -90,7 +90,9 @@ class LLMEngine:
                 f"{num_prompt + params.max_tokens}; the context is {limit} tokens{why}"
             )
         if params.min_tokens > limit - num_prompt:
-            raise ValueError(f"min_tokens is {params.min_tokens}, but only {limit - num_prompt} tokens fit after the prompt")
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but only {limit - num_prompt} tokens fit after the prompt"
+            )
         if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
             raise ValueError(f"logprobs is {params.logprobs}; the limit is {self.config.max_logprobs} (max_logprobs)")
 
@@ -199,7 +201,9 @@ class LLMEngine:
         state = self.requests[newest.request_id]
         self.scheduler.finish(newest, FinishReason.ERROR)
         reason = str(error).strip() or type(error).__name__
-        delta = state.give_up(FinishReason.ERROR, f"the engine failed to compute this request: {reason.splitlines()[0]}")
+        delta = state.give_up(
+            FinishReason.ERROR, f"the engine failed to compute this request: {reason.splitlines()[0]}"
+        )
         self._close(state)
         return [delta]
 

@@ -27,7 +27,9 @@ def device_limit(device: jax.Device) -> int | None:
         return None
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
-        raise NotImplementedError(f"{device} does not tell its memory; give kv_cache_memory_bytes or num_blocks_override")
+        raise NotImplementedError(
+            f"{device} does not tell its memory; give kv_cache_memory_bytes or num_blocks_override"
+        )
     return stats["bytes_limit"]
 
 
@@ -50,13 +52,17 @@ class MemoryPlan:
         if self.step is not None:
             rows.append(("step's temporaries", self.step.temp + self.step.output, "of the largest program"))
             rows.append(("programs", self.step.code * self.num_programs, f"{self.num_programs} programs"))
-        rows.append(("KV pool", self.pool, f"{self.spec.num_blocks} blocks of {self.spec.block_size} tokens ({self.reason})"))
+        rows.append(
+            ("KV pool", self.pool, f"{self.spec.num_blocks} blocks of {self.spec.block_size} tokens ({self.reason})")
+        )
         if self.limit is not None:
             rows.append(("limit", self.limit, f"of {self.device}"))
         lines = [f"memory on {self.device}:"]
         lines += [f"  {name:<20}{size / 2**20:>10,.1f} MiB  {note}".rstrip() for name, size, note in rows]
         tokens, length = self.spec.num_usable_tokens, self.spec.max_model_len
-        lines.append(f"  {tokens:,} tokens fit: {tokens / length:.1f} requests of the maximum length, {length:,} tokens")
+        lines.append(
+            f"  {tokens:,} tokens fit: {tokens / length:.1f} requests of the maximum length, {length:,} tokens"
+        )
         return "\n".join(lines)
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jpaged.batch import empty_step
 from jpaged.buckets import Buckets
@@ -40,7 +41,9 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
     """The first devices as (data, model). Raises ValueError where there are too few."""
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
-        raise ValueError(f"tensor_parallel_size is {tensor_parallel_size}, but JAX sees {len(devices)} device(s): {devices}")
+        raise ValueError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but JAX sees {len(devices)} device(s): {devices}"
+        )
     return Mesh(np.array(devices[:tensor_parallel_size]).reshape(1, -1), ("data", MODEL_AXIS))
 
 
@@ -66,7 +69,9 @@ class ModelRunner:
                 f"tensor_parallel_size ({config.tensor_parallel_size}) must divide the model's {model.num_kv_heads} KV heads"
             )
         if config.max_logprobs > model.vocab_size:
-            raise ValueError(f"max_logprobs ({config.max_logprobs}) is over the vocabulary of {model.vocab_size} tokens")
+            raise ValueError(
+                f"max_logprobs ({config.max_logprobs}) is over the vocabulary of {model.vocab_size} tokens"
+            )
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         platform = self.mesh.devices.flat[0].platform
         pool_dtype = self.dtype.name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -130,7 +135,9 @@ class ModelRunner:
 
     def _compile(self, bucket: tuple[int, int]):
         arguments = self._arguments(bucket, self.spec.num_blocks, self.spec.max_blocks_per_seq)
-        return self._program_cache.compile(bucket, self._step, arguments, jax.tree.structure((self.pool, Sampled.empty())))
+        return self._program_cache.compile(
+            bucket, self._step, arguments, jax.tree.structure((self.pool, Sampled.empty()))
+        )
 
     def _arguments(self, bucket: tuple[int, int], num_blocks: int, max_blocks_per_seq: int) -> tuple:
         """What the step of this bucket is called with; the pool only as shapes."""
@@ -142,7 +149,9 @@ class ModelRunner:
         device = self.mesh.devices.flat[0]
         config, num_layers, shards = self.config, self.model_config.num_layers, self.config.tensor_parallel_size
         weights = sum(leaf.addressable_shards[0].data.nbytes for leaf in self.leaves)
-        is_measured = device.platform != "cpu" and config.num_blocks_override is None and config.kv_cache_memory_bytes is None
+        is_measured = (
+            device.platform != "cpu" and config.num_blocks_override is None and config.kv_cache_memory_bytes is None
+        )
         return plan_memory(
             config,
             max_position=self.model_config.max_position,

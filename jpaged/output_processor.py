@@ -1,7 +1,5 @@
 """OutputProcessor: sampled tokens -> text, stop strings and log-probs, as deltas."""
 
-import time
-
 from jpaged.detokenizer import StopStringChecker
 from jpaged.model_runner import StepResult
 from jpaged.outputs import CompletionOutput, Logprob, OutputDelta, RequestMetrics, RequestOutput, TokenLogprobs
@@ -20,9 +18,7 @@ class RequestState:
         self.seq = seq
         self.prompt = prompt
         self.detokenizer = tokenizer.stream(params.skip_special_tokens, is_continuation=True)
-        self.stop_checker = StopStringChecker(
-            params.stop, include_stop_str_in_output=params.include_stop_str_in_output
-        )
+        self.stop_checker = StopStringChecker(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
         self.metrics = RequestMetrics(arrival_time)
         self.last_token_time = arrival_time
 

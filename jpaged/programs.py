@@ -7,13 +7,16 @@ from concurrent.futures import Future
 
 logger = logging.getLogger(__name__)
 
+
 class Programs:
     """A table of programs by bucket. Threads may ask at once: each program is compiled once, others wait for it.
 
     on_compiled is told for each program whether a step asked for it first ("serving") or not ("warmup").
     """
 
-    def __init__(self, compile_program: Callable[[Hashable], Callable], keys: list[Hashable], on_compiled: Callable[[str], None]):
+    def __init__(
+        self, compile_program: Callable[[Hashable], Callable], keys: list[Hashable], on_compiled: Callable[[str], None]
+    ):
         self._compile = compile_program
         self._on_compiled = on_compiled
         self.keys = keys

@@ -69,19 +69,17 @@ class SamplingParams:
         _require(self.top_k < 2**31, f"top_k must be under 2**31, got {self.top_k}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
+        _require(self.seed is None or -(2**63) <= self.seed < 2**64, f"seed must fit in 64 bits, got {self.seed}")
         _require(
-            self.seed is None or -(2**63) <= self.seed < 2**64, f"seed must fit in 64 bits, got {self.seed}"
+            self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"
         )
-        _require(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}")
         _require(self.min_tokens >= 0, f"min_tokens must not be negative, got {self.min_tokens}")
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens ({self.min_tokens}) must not be over max_tokens ({self.max_tokens})",
         )
         _require(self.logprobs is None or self.logprobs >= 0, f"logprobs must not be negative, got {self.logprobs}")
-        _require(
-            all(isinstance(s, str) and s for s in stop), f"stop must hold non-empty strings, got {list(stop)!r}"
-        )
+        _require(all(isinstance(s, str) and s for s in stop), f"stop must hold non-empty strings, got {list(stop)!r}")
         _require(len(stop) <= MAX_STOP_STRINGS, f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         _require(
             all(isinstance(t, Integral) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
-from jpaged.sequence import FinishReason, Sequence, SequenceStatus
+from jpaged.sequence import Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The pieces that decoder layers are made of. Attributes bear Hugging Face's names, so a parameter's path is its name."""
+"""What decoder layers are made of. Attributes bear Hugging Face's names, so a parameter's path is its name."""
 
 import math
 
@@ -92,9 +92,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return jnp.where(wavelength > low, freqs / scaling.factor, jnp.where(wavelength < high, freqs, blended))
 
 
-def rope_tables(
-    positions: Int[Array, "T"], head_dim: int, theta: float, scaling: RopeScaling | None
-) -> RopeTables:
+def rope_tables(positions: Int[Array, "T"], head_dim: int, theta: float, scaling: RopeScaling | None) -> RopeTables:
     """Computed once a step, from the tokens' positions."""
     angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(head_dim, theta, scaling)
     return jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]

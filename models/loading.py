@@ -20,7 +20,9 @@ def load_state(checkpoint: Checkpoint, abstract_state: nnx.State) -> nnx.State:
         name, leaf = ".".join(str(part) for part in path), variable.get_value()
         value = checkpoint.tensor(name)
         if value.shape != leaf.shape:
-            raise ValueError(f"{checkpoint.source}: tensor {name} has shape {value.shape}, the model needs {leaf.shape}")
+            raise ValueError(
+                f"{checkpoint.source}: tensor {name} has shape {value.shape}, the model needs {leaf.shape}"
+            )
         array = jax.device_put(np.asarray(value, dtype=leaf.dtype), leaf.sharding)
         return path, variable.replace(array)
 

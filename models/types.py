@@ -7,6 +7,7 @@ from jaxtyping import Int
 
 from pallas_kernels import AnyArray, AttentionMetadata
 
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ForwardBatch:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lengths import describe, read_lengths
-from make_synthetic_trace import MAX_TOTAL, OUTPUT as SYNTHETIC_TRACE, quantile_table
+from make_synthetic_trace import MAX_TOTAL, quantile_table
+from make_synthetic_trace import OUTPUT as SYNTHETIC_TRACE
 from report import add_json_option, int_from, write_json
 from tqdm import tqdm
 

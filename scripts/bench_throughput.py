@@ -145,7 +145,9 @@ def measure(llm: LLM, rng: random.Random, num_requests: int, prompt_len: int, ou
     num_rows, _ = engine.runner.buckets.choose(num_requests, num_requests)
     yardstick = Yardstick(engine, num_rows)
     case = Case(num_requests, prompt_len, output_len, [], yardstick.measure())
-    for number in tqdm(range(1 + repeat), desc=f"{num_requests} x ({prompt_len} + {output_len})", unit="run", leave=False):
+    for number in tqdm(
+        range(1 + repeat), desc=f"{num_requests} x ({prompt_len} + {output_len})", unit="run", leave=False
+    ):
         compiled = engine.runner.programs.num_compiled
         run = run_requests(engine, prompts(), output_len)
         case.yardstick += yardstick.measure()

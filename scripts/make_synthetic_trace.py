@@ -69,8 +69,13 @@ def quantile_table(trace: list[tuple[int, int]]) -> str:
     lines = [f"{'':30}{'mean':>10}{'p50':>8}{'p90':>8}{'p99':>8}{'max':>8}"]
     for column, published in enumerate(PUBLISHED.items()):
         name, theirs = published
-        for label, row in ((f"{name}, this trace", describe([r[column] for r in trace])), (f"{name}, ShareGPT", theirs)):
-            lines.append(f"{label:30}{row['mean']:10.2f}" + "".join(f"{row[k]:8.0f}" for k in ("p50", "p90", "p99", "max")))
+        for label, row in (
+            (f"{name}, this trace", describe([r[column] for r in trace])),
+            (f"{name}, ShareGPT", theirs),
+        ):
+            lines.append(
+                f"{label:30}{row['mean']:10.2f}" + "".join(f"{row[k]:8.0f}" for k in ("p50", "p90", "p99", "max"))
+            )
     return "\n".join(lines)
 
 

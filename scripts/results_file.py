@@ -31,7 +31,9 @@ class ResultsFile:
                 result = json.loads(line)
                 index, settings = result["index"], result["settings"]
             except (ValueError, TypeError, KeyError):
-                raise ValueError(f"{path}, line {number}, is not a result of this script: give another --output") from None
+                raise ValueError(
+                    f"{path}, line {number}, is not a result of this script: give another --output"
+                ) from None
             if settings != self._settings:
                 raise ValueError(
                     f"{path} was made with other settings ({self._difference(settings)}): use those, or another --output"

@@ -45,14 +45,19 @@ def plainly(plan, walk):
     num_padded = min(t for t in bucket_ladder(walk.budget) if t >= len(token_ids))
     padding = [0] * (num_padded - len(token_ids))
     absent = max_seqs - len(seq_lens)
-    return {
-        "token_ids": token_ids + padding,
-        "positions": positions + padding,
-        "slot_mapping": slots + padding,
-        "query_start_loc": starts + [len(token_ids)] * absent,
-        "seq_lens": seq_lens + [0] * absent,
-        "distribution": [plan.num_decodes, plan.num_decodes, len(seq_lens)],
-    }, tables, rows, sampling
+    return (
+        {
+            "token_ids": token_ids + padding,
+            "positions": positions + padding,
+            "slot_mapping": slots + padding,
+            "query_start_loc": starts + [len(token_ids)] * absent,
+            "seq_lens": seq_lens + [0] * absent,
+            "distribution": [plan.num_decodes, plan.num_decodes, len(seq_lens)],
+        },
+        tables,
+        rows,
+        sampling,
+    )
 
 
 def check_batch(plan, walk, batch, sampling):

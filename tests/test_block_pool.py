@@ -52,7 +52,10 @@ def test_pool_that_holds_nothing_is_refused(num_blocks):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(2, 9), st.lists(st.tuples(st.sampled_from(["pop", "acquire", "release"]), st.integers(0, 99)), max_size=60))
+@given(
+    st.integers(2, 9),
+    st.lists(st.tuples(st.sampled_from(["pop", "acquire", "release"]), st.integers(0, 99)), max_size=60),
+)
 def test_queue_and_counts_are_those_of_a_plain_list(num_blocks, operations):
     pool, queue, owners = BlockPool(num_blocks), list(range(1, num_blocks)), dict.fromkeys(range(num_blocks), 0)
     for operation, number in operations:

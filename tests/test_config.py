@@ -104,7 +104,9 @@ def test_whole_prompts_that_fit_one_step_need_no_chunks():
     assert resolve_max_model_len(EngineConfig(enable_chunked_prefill=False), 2048, 512) == 512
 
 
-@pytest.mark.parametrize("asked, platform, size", [(None, "cpu", 64), (None, "gpu", 16), (None, "tpu", 16), (32, "cpu", 32)])
+@pytest.mark.parametrize(
+    "asked, platform, size", [(None, "cpu", 64), (None, "gpu", 16), (None, "tpu", 16), (32, "cpu", 32)]
+)
 def test_block_size_is_what_was_asked_for_or_what_suits_the_platform(asked, platform, size):
     assert EngineConfig(block_size=asked).block_size_on(platform) == size
 

@@ -109,7 +109,9 @@ def test_kernels_are_used_through_their_public_names():
     for path in files("models", "jpaged"):
         for module, names in imports(path):
             if module.split(".")[0] == "pallas_kernels":
-                assert module == "pallas_kernels" and names and set(names) <= public, f"{name_of(path)}: {module} {names}"
+                assert module == "pallas_kernels" and names and set(names) <= public, (
+                    f"{name_of(path)}: {module} {names}"
+                )
 
 
 def module_path(module: str) -> Path | None:

@@ -63,7 +63,10 @@ def test_context_is_cut_to_a_small_pool():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"kv_cache_memory_bytes": 2_000_000}, ["2000000 bytes", "kv_cache_memory_bytes", "1 blocks of 1048576", "at least 2"]),
+        (
+            {"kv_cache_memory_bytes": 2_000_000},
+            ["2000000 bytes", "kv_cache_memory_bytes", "1 blocks of 1048576", "at least 2"],
+        ),
         ({"device": accelerator(8 * GIB), "step": STEP}, ["0 bytes", "what is free of 92%", "0 blocks", "at least 2"]),
         ({"num_blocks_override": 5, "max_model_len": 65}, ["max_model_len (65)", "64 tokens"]),
     ],

@@ -113,7 +113,13 @@ def result(logits):
     rows = np.arange(len(chosen))
     return StepResult(
         chosen.tolist(),
-        Sampled(chosen, logprobs[rows, chosen], np.full(len(rows), 2), order[:, :4], np.take_along_axis(logprobs, order[:, :4], 1)),
+        Sampled(
+            chosen,
+            logprobs[rows, chosen],
+            np.full(len(rows), 2),
+            order[:, :4],
+            np.take_along_axis(logprobs, order[:, :4], 1),
+        ),
     ), logprobs
 
 

@@ -70,7 +70,9 @@ def test_program_that_jax_had_cached_itself_is_not_kept_a_second_time(tmp_path):
 
 def compile_times(cache: ProgramCache, factor: float, key=KEY):
     """A program that multiplies by factor, unless the cache has another under that key."""
-    return cache.compile(key, jax.jit(lambda x: x * factor), (jax.ShapeDtypeStruct((4,), np.float32),), jax.tree.structure(0))
+    return cache.compile(
+        key, jax.jit(lambda x: x * factor), (jax.ShapeDtypeStruct((4,), np.float32),), jax.tree.structure(0)
+    )
 
 
 def multiplies_by(program) -> float:
@@ -84,7 +86,9 @@ def test_program_is_found_under_its_own_key_and_fingerprint_alone(tmp_path):
     assert multiplies_by(compile_times(ProgramCache(tmp_path, "g"), 3)) == 3
 
 
-@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b"junk" + b, lambda b: b"x" * 100])
+@pytest.mark.parametrize(
+    "damage", [lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b"junk" + b, lambda b: b"x" * 100]
+)
 def test_damaged_file_is_compiled_anew_with_a_warning_that_names_it(tmp_path, caplog, damage):
     cache = ProgramCache(tmp_path, "f")
     compile_times(cache, 2)

@@ -110,7 +110,9 @@ def test_background_leaves_alone_what_first_use_has_compiled():
 
 def test_serving_goes_on_beside_the_program_in_the_background():
     compiler = Compiler(is_open=False)
-    programs = Programs(lambda key: compiler(key) if key == "slow" else (lambda: key), ["slow", "quick"], lambda phase: None)
+    programs = Programs(
+        lambda key: compiler(key) if key == "slow" else (lambda: key), ["slow", "quick"], lambda phase: None
+    )
     programs.compile_in_background()
     assert compiler.started.wait(10)
     assert programs["quick"]() == "quick"

@@ -142,7 +142,10 @@ def test_filters_apply_in_the_order_min_p_top_k_top_p():
     assert set(draw(logits, [{"top_p": 0.55}] * 300).token_ids) == {0, 1}
 
 
-@pytest.mark.parametrize("mix", [{}, {"temperature": 2.0}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.3}, {"top_k": 6, "top_p": 0.9, "min_p": 0.05}])
+@pytest.mark.parametrize(
+    "mix",
+    [{}, {"temperature": 2.0}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.3}, {"top_k": 6, "top_p": 0.9, "min_p": 0.05}],
+)
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_frequencies_follow_the_distribution(mix, vary):
     num_draws = 4096
@@ -216,7 +219,11 @@ def test_greedy_is_the_first_of_the_best(vocab):
     logits[1, -1] = 4.0
     logits[2] = -np.inf
     logits[2, vocab // 2] = -1e30
-    for mix in ({"temperature": 0.0}, {"temperature": 9e-6}, {"temperature": 0.0, "top_k": 3, "top_p": 0.1, "min_p": 0.5}):
+    for mix in (
+        {"temperature": 0.0},
+        {"temperature": 9e-6},
+        {"temperature": 0.0, "top_k": 3, "top_p": 0.1, "min_p": 0.5},
+    ):
         assert draw(logits, [mix] * 64, pad_vocab=False).token_ids.tolist() == np.argmax(logits, axis=1).tolist()
 
 
@@ -316,7 +323,9 @@ def test_logprobs_are_of_the_models_own_distribution_whatever_the_filters_and_ba
     logits, params, seeds, positions, banned = random_rows(24, 300)
     got = draw(logits, params, seeds=seeds, positions=positions, banned=banned)
     exact = logits.astype(np.float64)
-    exact = exact - np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) - exact.max(1, keepdims=True)
+    exact = (
+        exact - np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) - exact.max(1, keepdims=True)
+    )
     rows = np.arange(24)
     np.testing.assert_allclose(got.logprobs, exact[rows, got.token_ids], atol=2e-6 * np.abs(exact).max())
     assert got.ranks.tolist() == [1 + (exact[row] > exact[row, token]).sum() for row, token in enumerate(got.token_ids)]

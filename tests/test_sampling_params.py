@@ -48,7 +48,11 @@ REFUSED = [
     ("stop_token_ids", ["a"], "token ids, got ['a']"),
     ("stop_token_ids", [True], "token ids, got [True]"),
     ("stop_token_ids", 7, "got 7"),
-    ("stop_token_ids", range(MAX_STOP_TOKEN_IDS + 1), f"at most {MAX_STOP_TOKEN_IDS} ids, got {MAX_STOP_TOKEN_IDS + 1}"),
+    (
+        "stop_token_ids",
+        range(MAX_STOP_TOKEN_IDS + 1),
+        f"at most {MAX_STOP_TOKEN_IDS} ids, got {MAX_STOP_TOKEN_IDS + 1}",
+    ),
 ]
 
 

@@ -17,7 +17,12 @@ def append_all(seq, tokens):
 
 def test_new_sequence_waits_with_nothing_computed():
     seq = make()
-    assert (seq.status, seq.num_tokens, seq.num_output_tokens, seq.output_token_ids) == (SequenceStatus.WAITING, 3, 0, [])
+    assert (seq.status, seq.num_tokens, seq.num_output_tokens, seq.output_token_ids) == (
+        SequenceStatus.WAITING,
+        3,
+        0,
+        [],
+    )
     assert (seq.num_computed_tokens, len(seq.block_table), seq.row, seq.is_finished) == (0, 0, None, False)
 
 
@@ -60,7 +65,9 @@ def test_stop_tokens_under_min_tokens_do_not_stop():
     assert append_all(seq, [5, 5, 5]) == [None, None, FinishReason.STOP]
 
 
-@pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 - 1, np.int64(5), np.int64(-1), np.int32(7), np.uint64(2**64 - 1)])
+@pytest.mark.parametrize(
+    "seed", [-1, -(2**63), 2**64 - 1, np.int64(5), np.int64(-1), np.int32(7), np.uint64(2**64 - 1)]
+)
 def test_any_seed_of_64_bits_becomes_an_unsigned_one(seed):
     seq = make(seed=SamplingParams(seed=seed).seed)
     assert seq.seed == int(seed) % 2**64 and isinstance(seq.seed, int)

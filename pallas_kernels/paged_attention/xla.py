@@ -211,9 +211,7 @@ def _tile_partial(q, pool, table, at, first_at, end_at, scoring, size) -> _Parti
     nothing = _Partial(jnp.full(rows, _LOWEST), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
     first = scoring.first_seen(first_at) // size
     done = jax.lax.while_loop(lambda carry: carry[0] * size < end_at, partition, (first, nothing))[1]
-    return _Partial(
-        *(jnp.moveaxis(x.reshape(num_kv_heads, num_rows, group, *x.shape[2:]), 0, 1) for x in done)
-    )
+    return _Partial(*(jnp.moveaxis(x.reshape(num_kv_heads, num_rows, group, *x.shape[2:]), 0, 1) for x in done))
 
 
 def _finish(state, sinks, num_real):

@@ -16,7 +16,9 @@ def rotate(x, theta):
     half = x.shape[-1] // 2
     angles = np.arange(len(x))[:, None, None] * theta ** (-np.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
-    return np.concatenate([first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1)
+    return np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1
+    )
 
 
 def dense_logprobs(weights, config, ids):

@@ -31,7 +31,12 @@ def mixed_requests() -> list[Request]:
     """Greedy and sampled, with and without filters, of many lengths, around the edges of a block of 16."""
     rng = random.Random(0)
     lengths = [1, 15, 16, 17, 33, 50, 70, 90]
-    kinds = [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "top_p": 0.9, "seed": 6}, {"temperature": 1.2, "top_k": 7, "min_p": 0.05, "seed": 7}]
+    kinds = [
+        {},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.7, "top_p": 0.9, "seed": 6},
+        {"temperature": 1.2, "top_k": 7, "min_p": 0.05, "seed": 7},
+    ]
     return [
         Request([rng.randrange(3, 250) for _ in range(length)], params(**kinds[i % len(kinds)]))
         for i, length in enumerate(lengths)

@@ -20,8 +20,16 @@ NUM_TOKENS = len(PROMPTS[0]["token_ids"])
 
 @pytest.fixture(scope="module", params=["float32", "auto"])
 def engine(request, programs_dir):
-    engine = make_engine(DEFAULT_MODEL, programs_dir, dtype=request.param, max_num_seqs=20, max_model_len=512, max_num_batched_tokens=256, token_buckets=(20, 256),
-        num_blocks_override=192)
+    engine = make_engine(
+        DEFAULT_MODEL,
+        programs_dir,
+        dtype=request.param,
+        max_num_seqs=20,
+        max_model_len=512,
+        max_num_batched_tokens=256,
+        token_buckets=(20, 256),
+        num_blocks_override=192,
+    )
     yield engine
     engine.close()
 

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import CASES, MIXED, Case, make_step
 
 from pallas_kernels import PoolLayout, kv_write, ragged_paged_attention
 from pallas_kernels.paged_attention.reference import ragged_paged_attention_reference
-
-from attention_cases import CASES, MIXED, Case, make_step
 
 STATIC = ("sm_scale", "sliding_window", "soft_cap", "return_lse", "tiles", "implementation")
 

@@ -17,7 +17,9 @@ NAMES = (
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, SCRIPTS / f"{name}.py", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, SCRIPTS / f"{name}.py", *arguments], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_every_script_has_a_help():

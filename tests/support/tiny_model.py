@@ -20,7 +20,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-
 def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """Every tensor of a Hugging Face Llama config with tied embeddings."""
     embed, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
