@@ -112,7 +112,8 @@ def _stats_line(now: dict[str, float], change: dict[str, float], seconds: float)
 def _example(engine: "jpaged.AsyncLLM", config: ServeConfig, url: str) -> str:
     if engine.tokenizer.has_chat_template:
         path = "chat/completions"
-        body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": true}'
+        question = '{"role": "user", "content": "What is the capital of France?"}'
+        body = f'{{"messages": [{question}], "stream": true, "temperature": 0}}'
     else:
         path = "completions"
         body = '{"prompt": "Once upon a time", "max_tokens": 64, "stream": true}'
