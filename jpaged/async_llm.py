@@ -131,8 +131,8 @@ class AsyncLLM:
         limit, scheduler = self.config.max_num_queued_requests, self._engine.scheduler
         num_waiting = len(scheduler.waiting)
         num_idle_rows = 0 if num_waiting else self.config.max_num_seqs - len(scheduler.running)
-        num_waiting = max(num_waiting + self._inbox.qsize() - num_idle_rows, 0)
-        if limit is not None and self._inbox.qsize() >= num_idle_rows and num_waiting >= limit:
+        num_waiting += self._inbox.qsize() - num_idle_rows
+        if limit is not None and num_waiting >= limit:
             raise QueueFullError(f"{num_waiting} requests are waiting; the limit is {limit}")
 
     def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> OutputDelta | None:

@@ -1,7 +1,6 @@
 """EngineMetrics: what the engine counts, in the names of Prometheus dashboards that already exist."""
 
 import threading
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from jpaged.histogram import Histogram
 from jpaged.outputs import RequestMetrics
 
 DEFAULT_PREFIX = "jpaged:"
@@ -44,34 +44,6 @@ class StepStats:
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     host_gap_seconds: float = 0.0  # the device waited for the host this long before the step
-
-
-class Histogram:
-    """Counts by upper bound (inclusive), as Prometheus wants them. One thread writes."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Adds `count` observations of the same value at the cost of one."""
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, observations at or under it), cumulative, ending in +Inf."""
-        cumulative, result = 0, []
-        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
-            cumulative += count
-            result.append((bound, float(cumulative)))
-        return result
 
 
 class EngineMetrics:

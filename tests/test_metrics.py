@@ -5,7 +5,8 @@ import timeit
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jpaged.metrics import EngineMetrics, Histogram, StepStats
+from jpaged.histogram import Histogram
+from jpaged.metrics import EngineMetrics, StepStats
 from jpaged.outputs import RequestMetrics
 
 NAMES = {
