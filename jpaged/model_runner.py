@@ -24,7 +24,7 @@ from models.loading import load_state
 from models.registry import model_class
 from models.types import ForwardBatch
 from models.weights import Checkpoint
-from pallas_kernels import LayerPool, PoolLayout
+from pallas_kernels import LayerPool, PoolLayout, make_pool, pool_struct
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,14 @@ class ModelRunner:
         self.dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
         platform = self.mesh.devices.flat[0].platform
         pool_dtype = self.dtype.name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        self.layout = PoolLayout(model.num_kv_heads, model.head_dim, config.block_size_on(platform), pool_dtype)
+        self.layout = PoolLayout(
+            model.num_kv_heads,
+            model.head_dim,
+            config.block_size_on(platform),
+            pool_dtype,
+            form=platform,
+            num_shards=config.tensor_parallel_size,
+        )
 
         def build():
             return model_class(model.architecture)(
@@ -122,8 +129,8 @@ class ModelRunner:
 
     def _make_pool(self) -> LayerPool:
         num_blocks = self.spec.num_blocks * self.model_config.num_layers
-        make = jax.jit(partial(self.layout.make_pool, num_blocks), out_shardings=self._pool_sharding)
-        out_tree = jax.tree.structure(self.layout.pool_struct(num_blocks))
+        make = jax.jit(partial(make_pool, self.layout, num_blocks), out_shardings=self._pool_sharding)
+        out_tree = jax.tree.structure(pool_struct(self.layout, num_blocks))
         return self._program_cache.compile(("pool",), make, (), out_tree)()
 
     def _fingerprint(self) -> str:
@@ -141,7 +148,7 @@ class ModelRunner:
 
     def _arguments(self, bucket: tuple[int, int], num_blocks: int, max_blocks_per_seq: int) -> tuple:
         """What the step of this bucket is called with; the pool only as shapes."""
-        pool = self.layout.pool_struct(num_blocks * self.model_config.num_layers, self._pool_sharding)
+        pool = pool_struct(self.layout, num_blocks * self.model_config.num_layers, self._pool_sharding)
         batch, sampling = empty_step(*bucket, num_seqs=self.config.max_num_seqs, max_blocks=max_blocks_per_seq)
         return self.leaves, pool, batch, sampling
 

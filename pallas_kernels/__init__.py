@@ -1,9 +1,10 @@
 """Kernels over a paged KV pool. Public names only; everything else may change."""
 
 from .kv_write import kv_write
-from .layout import LayerPool, PoolLayout
+from .layout import PoolLayout
 from .metadata import AnyArray, AttentionMetadata
 from .paged_attention import Tiles, default_tiles, ragged_paged_attention
+from .pool import LayerPool, make_pool, pool_struct
 
 __all__ = [
     "AnyArray",
@@ -13,5 +14,7 @@ __all__ = [
     "Tiles",
     "default_tiles",
     "kv_write",
+    "make_pool",
+    "pool_struct",
     "ragged_paged_attention",
 ]

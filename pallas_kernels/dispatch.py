@@ -1,26 +1,38 @@
 """How an api picks among the implementations of its op."""
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 
-import jax
+from .layout import Form
+
+logger = logging.getLogger(__name__)
 
 
 def call_implementation(
-    implementations: Mapping[str, Callable], default: Mapping[str, tuple[str, ...]], name: str | None, *args, **kwargs
-):
-    """Calls the implementation called `name` or, for None, the first in the backend's default order that can.
+    implementations: Mapping[str, Callable], default: Mapping[Form, tuple[str, ...]], name: str | None, form: Form,
+    *args, **kwargs,
+):  # fmt: skip
+    """Calls the implementation called `name` or, for None, the first of `default[form]` (best first) that can.
 
-    `default` maps a backend ("cpu", "gpu", "tpu") to names, best first; "" stands for the backends not named.
-    Raises `ValueError` for an unknown name, `NotImplementedError` where the named one, or every default, cannot.
+    The pool's form says which chip a program is for, whatever chip compiles it. A default that cannot is passed over
+    with one log line a reason. Raises `ValueError` for an unknown name, `NotImplementedError` where the named one, or
+    every default, cannot.
     """
     if name is not None:
         if name not in implementations:
             raise ValueError(f"implementation must be one of {', '.join(implementations)}, got {name!r}")
         return implementations[name](*args, **kwargs)
     reasons = []
-    for candidate in default.get(jax.default_backend(), default[""]):
+    for candidate in default[form]:
         try:
             return implementations[candidate](*args, **kwargs)
         except NotImplementedError as error:
             reasons.append(f"{candidate}: {error}")
+            _log_once(f"{candidate} cannot ({error}); the next implementation takes its place")
     raise NotImplementedError("; ".join(reasons))
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning(message)

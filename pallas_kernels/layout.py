@@ -1,130 +1,140 @@
-"""The KV pool of one layer: its logical contents and its physical form.
+"""The shape of the KV pool on each backend: pure arithmetic, and the one place that knows it.
 
-Logically a pool is `N` blocks of `B` slots; a slot holds one token's K and V, `[K, D]` each.
-Slot `s` is offset `s % B` of block `s // B`. Block 0 is the null block: padding writes land there and nobody
-reads them. Callers carry a `LayerPool` about, donate it and shard it; only this package looks inside.
+Logically a pool is `N` blocks of `B` slots; a slot holds one token's K and V, `[K, D]` each. Slot `s` is offset `s % B`
+of block `s // B`. Block 0 is the null block: padding writes land there and nobody reads them.
 
-The physical form is XLA:CPU's: keys transposed inside a block, so that scores are a plain `[G, D] x [D, B]` product
-(measured 3 to 7 times faster than keys stored `[B, D]`), and bfloat16 kept as its bits in uint16, because a scatter or
-gather on a large bfloat16 array makes XLA:CPU convert all of it.
+The physical form follows the machine that reads it:
+
+- **cpu**: keys `[N, K, D, B]`, values `[N, K, B, D]`. With keys transposed inside a block, scores are a plain
+  `[G, D] x [D, B]` product (keys stored `[B, D]` cost half as much again, and more in other forms). bfloat16 and fp8 are
+  kept as their bits in an unsigned integer, because a scatter or gather on a large array of them makes XLA:CPU convert
+  all of it.
+- **gpu**: `[N, B, K, 2, D]`, token-major, each head's K and then its V: one TMA box `[B, D]` brings a block's keys of a head.
+- **tpu**: `[N, B, R / pk, pk, lanes]` with `pk` numbers in a 32-bit sublane. The token's `R` rows are, for `D <= 64`, one a
+  head with K in lanes `0:64` and V in lanes `64:128`; otherwise two a head, K and then V, `D` rounded up to whole
+  registers of 128 lanes. Of the shapes tried this is the one that XLA:TPU keeps row-major, unpadded and uncopied. Rows
+  are rounded up to `pk` in each shard.
+
+Under tensor parallelism every shard holds `num_kv_heads / num_shards` neighbouring heads and their rows.
 """
 
 import dataclasses
-from typing import Any, Literal
+import math
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-_STORAGE = {"float32": jnp.float32, "bfloat16": jnp.uint16}
-_LOGICAL = {jnp.dtype(storage): jnp.dtype(logical) for logical, storage in _STORAGE.items()}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerPool:
-    """One layer's pool, in its physical form. Opaque outside `pallas_kernels`; made by `PoolLayout.make_pool`.
-
-    Leaves may also be `ShapeDtypeStruct`, `PartitionSpec` or `Sharding`: jit's spec trees have this shape.
-    """
-
-    keys: Any  # [N, K, D, B]
-    values: Any  # [N, K, B, D]
-
-    @property
-    def num_blocks(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.values.shape[1]
-
-    @property
-    def block_size(self) -> int:
-        return self.values.shape[2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.values.shape[3]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The logical dtype: what a stored number means, not how its bits are kept."""
-        return _LOGICAL[jnp.dtype(self.values.dtype)]
+Form = Literal["cpu", "gpu", "tpu"]
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+LANES = 128  # of a TPU's vector register
+HALF_LANES = LANES // 2
+_CPU_STORAGE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolLayout:
-    """The shape of one layer's pool, all but its number of blocks.
+    """The shape of a pool, all but its number of blocks. `num_kv_heads` counts all shards; `block_size` counts slots.
 
-    `block_size` counts slots. Raises `ValueError` for a size below 1 or a dtype that no pool can hold.
+    Raises `ValueError` for a size below 1, a form or dtype that no pool can have, or heads that the shards cannot
+    share out evenly.
     """
 
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float32", "bfloat16", "int8", "float8_e4m3fn"]
+    form: Form = "cpu"
+    num_shards: int = 1
 
     def __post_init__(self):
-        for name in ("num_kv_heads", "head_dim", "block_size"):
+        for name in ("num_kv_heads", "head_dim", "block_size", "num_shards"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dtype not in _STORAGE:
-            raise ValueError(f"pool dtype must be one of {', '.join(_STORAGE)}, got {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"pool dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.form not in ("cpu", "gpu", "tpu"):
+            raise ValueError(f"pool form must be cpu, gpu or tpu, got {self.form!r}")
+        if self.num_kv_heads % self.num_shards:
+            raise ValueError(f"num_shards must divide num_kv_heads = {self.num_kv_heads}, got {self.num_shards}")
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        """The dtype that the arrays have."""
+        return jnp.dtype(_CPU_STORAGE.get(self.dtype, self.dtype) if self.form == "cpu" else self.dtype)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether numbers are stored divided by a scale."""
+        return self.dtype in ("int8", "float8_e4m3fn")
+
+    @property
+    def shard(self) -> "PoolLayout":
+        """What one device holds."""
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // self.num_shards, num_shards=1)
+
+    def kv_heads_of(self, shard: int) -> range:
+        """The KV heads whose rows shard number `shard` owns."""
+        count = self.num_kv_heads // self.num_shards
+        return range(shard * count, (shard + 1) * count)
+
+    # What follows down to `packing` is only of the tpu form.
+
+    @property
+    def packs_kv(self) -> bool:
+        """Whether a row of lanes holds a head's K and V together."""
+        return self.head_dim <= HALF_LANES
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a row."""
+        return LANES if self.packs_kv else -(-self.head_dim // LANES) * LANES
+
+    @property
+    def packing(self) -> int:
+        """Numbers in one 32-bit sublane."""
+        return 4 // self.storage_dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Rows of one token in one shard, without padding."""
+        return (1 if self.packs_kv else 2) * self.shard.num_kv_heads
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of one token in one shard, with padding to whole sublanes."""
+        return -(-self.rows // self.packing) * self.packing
+
+    def shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a pool's arrays, over all shards: keys and values on CPU, elsewhere one array of both."""
+        lead, heads, dim, size = num_blocks, self.num_kv_heads, self.head_dim, self.block_size
+        if self.form == "cpu":
+            return (lead, heads, dim, size), (lead, heads, size, dim)
+        if self.form == "gpu":
+            return ((lead, size, heads, 2, dim),)
+        return ((lead, size, self.num_shards * self.padded_rows // self.packing, self.packing, self.lanes),)
+
+    @property
+    def sharded_axis(self) -> int:
+        """The axis of every array over which shards lie."""
+        return 1 if self.form == "cpu" else 2
+
+    def partition_spec(self, axis: str | None) -> PartitionSpec:
+        """Shards KV heads over mesh axis `axis`. One spec stands for every array of the pool."""
+        return PartitionSpec(*[None] * self.sharded_axis, axis)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block of one layer, K and V, over all shards."""
-        return 2 * self.num_kv_heads * self.head_dim * self.block_size * jnp.dtype(_STORAGE[self.dtype]).itemsize
+        """Bytes of one block of one layer, K and V and padding, over all shards."""
+        return sum(math.prod(shape) for shape in self.shapes(1)) * self.storage_dtype.itemsize
 
-    def make_pool(self, num_blocks: int, sharding=None) -> LayerPool:
-        """A pool of `num_blocks` zeroed blocks, the null block included."""
-        struct = self.pool_struct(num_blocks, sharding)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), struct)
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's K and V in one layer, padding included, over all shards."""
+        return self.bytes_per_block // self.block_size
 
-    def pool_struct(self, num_blocks: int, sharding=None) -> LayerPool:
-        """The pool as `ShapeDtypeStruct` leaves, to lower and compile without allocating."""
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks must be at least 2 (one is the null block), got {num_blocks}")
-        lead, storage = (num_blocks, self.num_kv_heads), _STORAGE[self.dtype]
-        return LayerPool(
-            keys=jax.ShapeDtypeStruct((*lead, self.head_dim, self.block_size), storage, sharding=sharding),
-            values=jax.ShapeDtypeStruct((*lead, self.block_size, self.head_dim), storage, sharding=sharding),
-        )
-
-    def partition_spec(self, axis: str | None) -> PartitionSpec:
-        """Shards KV heads over mesh axis `axis`. One spec stands for every leaf of the pool."""
-        return PartitionSpec(None, axis)
-
-
-def to_storage(x: jax.Array, pool: LayerPool) -> jax.Array:
-    """Rounds `x` to the pool's logical dtype and returns it in the dtype that the pool stores."""
-    x = x.astype(pool.dtype)
-    return x if pool.dtype == pool.values.dtype else jax.lax.bitcast_convert_type(x, pool.values.dtype)
-
-
-def to_float32(stored: jax.Array, pool: LayerPool) -> jax.Array:
-    """The numbers meant by part of a pool, in float32."""
-    if pool.dtype != stored.dtype:
-        stored = jax.lax.bitcast_convert_type(stored, pool.dtype)
-    return stored.astype(jnp.float32)
-
-
-def logical_kv(pool: LayerPool) -> tuple[np.ndarray, np.ndarray]:
-    """The whole pool on the host as float64 K and V, `[N, B, K, D]` each: for references and tests."""
-
-    def numbers(leaf) -> np.ndarray:
-        return np.asarray(leaf).view(pool.dtype).astype(np.float64)
-
-    return numbers(pool.keys).transpose(0, 3, 1, 2), numbers(pool.values).transpose(0, 2, 1, 3)
-
-
-def pool_from_logical(keys: np.ndarray, values: np.ndarray, layout: PoolLayout) -> LayerPool:
-    """The inverse of `logical_kv`: a pool holding K and V, `[N, B, K, D]` each, rounded to the layout's dtype."""
-    storage = _STORAGE[layout.dtype]
-
-    def leaf(numbers: np.ndarray, order: tuple[int, ...]) -> jax.Array:
-        return jnp.asarray(np.ascontiguousarray(numbers.transpose(order)).astype(layout.dtype).view(storage))
-
-    return LayerPool(keys=leaf(keys, (0, 2, 3, 1)), values=leaf(values, (0, 2, 1, 3)))
+    @property
+    def padding_bytes_per_token(self) -> int:
+        """Bytes of `bytes_per_token` that hold nothing."""
+        return self.bytes_per_token - 2 * self.num_kv_heads * self.head_dim * self.storage_dtype.itemsize

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import AttentionMetadata, PoolLayout, kv_write, ragged_paged_attention
+from pallas_kernels import AttentionMetadata, PoolLayout, kv_write, make_pool, ragged_paged_attention
 
 NUM_LAYERS = 30
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 9, 3, 64  # SmolLM2-135M
@@ -99,7 +99,7 @@ def main():
             heads = num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM
             rows = np.random.default_rng(0).standard_normal(heads, np.float32)
             q, k, v = map(jnp.asarray, np.split(rows, [NUM_HEADS, NUM_HEADS + NUM_KV_HEADS], axis=1))
-            pools = [layout.make_pool(num_blocks) for _ in range(NUM_LAYERS)]
+            pools = [make_pool(layout, num_blocks) for _ in range(NUM_LAYERS)]
             pools, _ = step(pools, q, k, v, meta)
             programs[name, size], times[name, size] = (pools, q, k, v, meta), []
     for _ in range(args.rounds):

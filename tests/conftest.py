@@ -3,12 +3,17 @@ from pathlib import Path
 
 import jaxtyping
 import pytest
+from hypothesis import settings
 
 # Shapes and dtypes of the model's and the sampler's functions are checked while tests run; production runs unchecked.
 # Not those of the kernels' dataclasses, which JAX also fills with shapes, specs and placeholders.
 jaxtyping.install_import_hook(
     ["models.attention", "models.layers", "models.llama", "jpaged.sampler"], "beartype.beartype"
 )
+
+# A first example also compiles; the suite's own timeout is the limit.
+settings.register_profile("jpaged", deadline=None)
+settings.load_profile("jpaged")
 
 
 @pytest.fixture(scope="session")

@@ -5,28 +5,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..dispatch import call_implementation
-from ..layout import LayerPool
 from ..metadata import AttentionMetadata
+from ..pool import LayerPool
 from .reference import ragged_paged_attention_reference
 from .tiles import Tiles, default_tiles
 from .xla import ragged_paged_attention_xla
 
 
 def _reference(q, pool, meta, *, sinks, k_scale, v_scale, return_lse, tiles, **static):
-    if k_scale is not None or v_scale is not None:
-        raise NotImplementedError("the reference has no quantised KV yet")
-
-    def on_host(q, pool, meta, sinks):
-        out, lse = ragged_paged_attention_reference(q, pool, meta, sinks=sinks, **static)
+    def on_host(q, pool, meta, sinks, k_scale, v_scale):
+        out, lse = ragged_paged_attention_reference(
+            q, pool, meta, sinks=sinks, k_scale=k_scale, v_scale=v_scale, **static
+        )
         return out.astype(q.dtype), lse.astype("float32")
 
     struct = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
-    out, lse = jax.pure_callback(on_host, struct, q, pool, meta, sinks)
+    out, lse = jax.pure_callback(on_host, struct, q, pool, meta, sinks, k_scale, v_scale)
     return (out, lse) if return_lse else out
 
 
 _IMPLEMENTATIONS = {"xla": ragged_paged_attention_xla, "reference": _reference}
-_DEFAULT = {"": ("xla",)}
+_DEFAULT = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
 
 
 def ragged_paged_attention(
@@ -48,7 +47,8 @@ def ragged_paged_attention(
 
     Query `i` of a sequence stands at position `seq_len - query_len + i` and sees the positions up to its own, the last
     `sliding_window` of them where given. Scores are `sm_scale * q.k`, then `soft_cap * tanh(score / soft_cap)`; `sinks`
-    holds one more logit a head that takes part in the softmax and has no value. Accumulates in float32, returns
+    holds one more logit a head that takes part in the softmax and has no value. Stored keys and values are multiplied by
+    `k_scale` and `v_scale` (scalars or `[K]`, None for 1). Accumulates in float32, returns
     `q`'s dtype. A padded row's output is 0. With `return_lse` also the natural log of the softmax's denominator,
     float32, the sink included, -inf for a padded row.
 
@@ -56,8 +56,7 @@ def ragged_paged_attention(
     decoded; decode sums in the same partitions as prefill, but by other products, and agrees to rounding.
 
     `tiles` and `implementation` ("xla", "reference", or None for the best of this backend) are static.
-    Raises `ValueError` for shapes that do not fit, `NotImplementedError` where no implementation can (`k_scale`,
-    `v_scale`).
+    Raises `ValueError` for shapes that do not fit, `NotImplementedError` where no implementation can.
     """
     num_heads, head_dim = q.shape[1:]
     if head_dim != pool.head_dim or num_heads % pool.num_kv_heads:
@@ -72,7 +71,7 @@ def ragged_paged_attention(
     if tiles.partition % pool.block_size:
         raise ValueError(f"tiles.partition must be a multiple of block_size = {pool.block_size}, got {tiles.partition}")
     return call_implementation(
-        _IMPLEMENTATIONS, _DEFAULT, implementation, q, pool, meta,
+        _IMPLEMENTATIONS, _DEFAULT, implementation, pool.shard.form, q, pool, meta,
         sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
         k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, tiles=tiles,
     )  # fmt: skip

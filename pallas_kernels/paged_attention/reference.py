@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ..layout import LayerPool, logical_kv
 from ..metadata import AttentionMetadata
+from ..pool import LayerPool, logical_kv
 
 
 def ragged_paged_attention_reference(
@@ -15,10 +15,15 @@ def ragged_paged_attention_reference(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output `[T, H, D]` and log-sum-exp `[T, H]`, float64; a padded row is 0 and -inf. See the op for the meaning."""
     q = np.asarray(q).astype(np.float64)
-    keys, values = logical_kv(pool)
+    keys, values = (
+        numbers if scale is None else numbers * np.asarray(scale, np.float64).reshape(-1, 1)
+        for numbers, scale in zip(logical_kv(pool), (k_scale, v_scale))
+    )
     seq_lens, starts, tables = (np.asarray(x) for x in (meta.seq_lens, meta.query_start_loc, meta.block_tables))
     group = q.shape[1] // pool.num_kv_heads
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..layout import LayerPool, to_float32
 from ..metadata import AttentionMetadata
+from ..pool import LayerPool, read_blocks
 from .tiles import Tiles
 
 _LOG2_E = math.log2(math.e)
@@ -66,16 +66,18 @@ def ragged_paged_attention_xla(
     return_lse,
     tiles: Tiles,
 ):
-    """See `ragged_paged_attention`. Raises `NotImplementedError` for quantised KV."""
-    if k_scale is not None or v_scale is not None:
-        raise NotImplementedError("k_scale and v_scale: no quantised KV yet")
+    """See `ragged_paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     scoring = _Scoring(soft_cap, sliding_window)
     # [T, K, G, D], in float32 and in powers of two from here on
     grouped = (q.astype(jnp.float32) * (sm_scale * _LOG2_E)).reshape(num_tokens, pool.num_kv_heads, -1, head_dim)
+    if k_scale is not None:
+        grouped = grouped * k_scale.reshape(-1, 1, 1)
     state = _decode(grouped, pool, meta, scoring, tiles)
     state = _prefill(state, grouped, pool, meta, scoring, tiles)
     out, lse = _finish(state, sinks, num_real=meta.query_start_loc[meta.distribution[2]])
+    if v_scale is not None:
+        out = out * v_scale.reshape(-1, 1, 1)
     out = out.reshape(q.shape).astype(q.dtype)
     return (out, lse.reshape(num_tokens, num_heads)) if return_lse else out
 
@@ -123,8 +125,7 @@ def _decode_rows(meta, num_tokens):
 
 def _pair_partials(q, pool, ids, seen, scoring) -> _Partial:
     """Partials `[P, K, G]` of pairs: q `[P, K, G, D]`, block ids `[P, C/B]`, seen `[P, C/B, B]`."""
-    keys = to_float32(pool.keys[ids], pool)  # [P, C/B, K, D, B]
-    values = to_float32(pool.values[ids], pool)  # [P, C/B, K, B, D]
+    keys, values = read_blocks(pool, ids)  # [P, C/B, K, D, B] and [P, C/B, K, B, D]
     values = jnp.where(seen[:, :, None, :, None], values, 0)  # 0 * NaN is NaN
     q = jnp.broadcast_to(q[:, None], (*ids.shape, *q.shape[1:]))
     scores = scoring(jnp.einsum("pckgd,pckdb->pckgb", q, keys))
@@ -194,8 +195,9 @@ def _tile_partial(q, pool, table, at, first_at, end_at, scoring, size) -> _Parti
         block = index * per_partition + jnp.arange(per_partition)
         ids = jnp.where(block * pool.block_size < end_at, table[jnp.minimum(block, len(table) - 1)], 0)
         position = index * size + jnp.arange(size)
-        keys = to_float32(pool.keys[ids], pool).transpose(1, 2, 0, 3).reshape(num_kv_heads, head_dim, size)
-        values = to_float32(pool.values[ids], pool).transpose(1, 0, 2, 3).reshape(num_kv_heads, size, head_dim)
+        keys, values = read_blocks(pool, ids)
+        keys = keys.transpose(1, 2, 0, 3).reshape(num_kv_heads, head_dim, size)
+        values = values.transpose(1, 0, 2, 3).reshape(num_kv_heads, size, head_dim)
         values = jnp.where((position < end_at)[:, None], values, 0)
         seen = (position <= at) & (position >= scoring.first_seen(at))  # [R*G, C]
         scores = scoring(jnp.einsum("krd,kdc->krc", q, keys))

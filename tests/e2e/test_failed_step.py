@@ -24,7 +24,7 @@ def break_steps(engine, monkeypatch, breaks):
         number = next(count)
         result = run_step(batch, sampling, num_sampled)
         if breaks(number, batch):
-            engine.runner.pool.keys.delete()
+            engine.runner.pool.arrays[0].delete()
             raise RuntimeError("out of luck")
         return result
 

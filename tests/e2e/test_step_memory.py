@@ -18,11 +18,11 @@ def lowered(tmp_path_factory, programs_dir):
 
 
 def pool_bytes(runner) -> int:
-    return sum(leaf.nbytes for leaf in (runner.pool.keys, runner.pool.values))
+    return sum(leaf.nbytes for leaf in runner.pool.arrays)
 
 
 def pool_copies(runner, compiled) -> list[str]:
-    shapes = {",".join(map(str, leaf.shape)) for leaf in (runner.pool.keys, runner.pool.values)}
+    shapes = {",".join(map(str, leaf.shape)) for leaf in runner.pool.arrays}
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
     return [shape for shape in copies if shape in shapes]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import AttentionMetadata, LayerPool, PoolLayout
-from pallas_kernels.layout import pool_from_logical
+from pallas_kernels.pool import pool_from_logical
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Case:
     padded_to: int = 0  # tokens; 0 for none
     options: tuple[tuple[str, float], ...] = ()
     with_sinks: bool = False
+    with_scales: bool = False
+    form: str = "cpu"
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
@@ -46,17 +48,18 @@ class Step:
 def make_step(case: Case, *, placement: int = 0, poison: bool = True) -> Step:
     """Draws the case's numbers and scatters its blocks over the pool by `placement`.
 
-    Where `poison`, every slot that holds no token is NaN, unfilled table entries point at the null block, and what no
+    Where `poison`, every slot that holds no token is NaN (in int8 the largest number), unfilled table entries point at the null block, and what no
     kernel may read of the metadata is nonsense.
     """
     rng = np.random.default_rng(0)
     max_sequences, max_blocks = 12, 24
     size, sequences = case.block_size, case.sequences
     blocks_of = [-(-length // size) for _, length in sequences]
-    layout = PoolLayout(case.num_kv_heads, case.head_dim, size, case.dtype)
+    layout = PoolLayout(case.num_kv_heads, case.head_dim, size, case.dtype, case.form)
     num_blocks = sum(blocks_of) + 4
     order = 1 + np.random.default_rng(placement).permutation(num_blocks - 1)
-    keys, values = np.full((2, num_blocks, size, case.num_kv_heads, case.head_dim), np.nan if poison else 0.0)
+    unused = 127.0 if case.dtype == "int8" else np.nan
+    keys, values = np.full((2, num_blocks, size, case.num_kv_heads, case.head_dim), unused if poison else 0.0)
     tables, lens = np.zeros((max_sequences, max_blocks), np.int32), np.full(max_sequences, 7, np.int32)
     used = 0
     for s, (count, (_, length)) in enumerate(zip(blocks_of, sequences)):
@@ -64,6 +67,8 @@ def make_step(case: Case, *, placement: int = 0, poison: bool = True) -> Step:
         used += count
         tables[s, :count], lens[s] = ids, length
         k, v = rng.standard_normal((2, length, case.num_kv_heads, case.head_dim))
+        if case.dtype == "int8":
+            k, v = np.round(25 * k), np.round(25 * v)
         where = ids[np.arange(length) // size], np.arange(length) % size
         keys[where], values[where] = k, v
     query_lens = [count for count, _ in sequences]
@@ -80,6 +85,10 @@ def make_step(case: Case, *, placement: int = 0, poison: bool = True) -> Step:
     kwargs = {"sm_scale": case.head_dim**-0.5, **dict(case.options)}
     if case.with_sinks:
         kwargs["sinks"] = jnp.asarray(rng.standard_normal(case.num_heads), jnp.float32)
+    if case.with_scales:
+        scale = 0.04 if case.dtype == "int8" else 1.25
+        kwargs["k_scale"] = jnp.asarray(scale * rng.uniform(0.5, 1.5, case.num_kv_heads), jnp.float32)
+        kwargs["v_scale"] = jnp.asarray(scale, jnp.float32)
     pool = pool_from_logical(keys, values, layout)
     return Step(jnp.asarray(q, case.q_dtype), pool, meta, kwargs)
 
@@ -114,4 +123,9 @@ CASES = [
     Case("bfloat16_pool", **MIXED, dtype="bfloat16"),
     Case("bfloat16_pool_block_64", **MIXED, dtype="bfloat16", block_size=64),
     Case("bfloat16_q", **MIXED, dtype="bfloat16", q_dtype="bfloat16"),
+    Case("head_dim_256", **MIXED, num_heads=2, num_kv_heads=1, head_dim=256),
+    Case("three_kv_heads", **MIXED, num_heads=9, num_kv_heads=3, dtype="bfloat16"),
+    Case("int8", **MIXED, dtype="int8", with_scales=True),
+    Case("fp8", **MIXED, dtype="float8_e4m3fn", with_scales=True),
+    Case("fp8_block_64", **MIXED, dtype="float8_e4m3fn", with_scales=True, block_size=64),
 ]
