@@ -128,7 +128,7 @@ def test_fingerprint_follows_the_flags_and_whatever_it_is_given(monkeypatch):
 
 
 SOURCES = [
-    "jpaged/model_runner.py",
+    "jpaged/step.py",
     "jpaged/sampler.py",
     "jpaged/sampling_batch.py",
     "jpaged/batch.py",  # makes the shapes that programs are compiled for

@@ -54,7 +54,7 @@ def teacher_forced_logprobs(engine) -> np.ndarray:
         meta.seq_lens[i] = len(ids)
         next_block += num_blocks
     assert next_block <= runner.spec.num_blocks
-    model = nnx.merge(runner.graphdef, jax.tree.unflatten(runner.treedef, runner.leaves))
+    model = nnx.merge(runner.step.graphdef, jax.tree.unflatten(runner.step.treedef, runner.leaves))
     expected = np.array([p["token_ids"] for p in PROMPTS]).reshape(-1, 1)
 
     @jax.jit

@@ -12,7 +12,7 @@ from tiny_model import make_tiny_model
 def lowered(tmp_path_factory, programs_dir):
     engine = make_engine(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), programs_dir, num_blocks_override=4096)
     runner = engine.runner
-    arguments = runner._arguments((8, 8), runner.spec.num_blocks, runner.spec.max_blocks_per_seq)
+    arguments = runner.step.arguments((8, 8), runner.spec.num_blocks, runner.spec.max_blocks_per_seq)
     yield runner, arguments
     engine.close()
 
@@ -29,7 +29,7 @@ def pool_copies(runner, compiled) -> list[str]:
 
 def test_the_step_updates_the_pool_in_place(lowered):
     runner, arguments = lowered
-    compiled = runner._step.lower(*arguments).compile()
+    compiled = runner.step.jitted.lower(*arguments).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == pool_bytes(runner)
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes(runner)
@@ -38,7 +38,7 @@ def test_the_step_updates_the_pool_in_place(lowered):
 
 def test_a_step_without_donation_fails_that_gate(lowered):
     runner, arguments = lowered
-    undonated = jax.jit(runner._step.__wrapped__)
+    undonated = jax.jit(runner.step.jitted.__wrapped__)
     compiled = undonated.lower(*arguments).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert pool_copies(runner, compiled) or compiled.memory_analysis().temp_size_in_bytes >= 0.05 * pool_bytes(runner)
