@@ -1,37 +1,38 @@
 """SchedulerOutput -> the padded numpy arrays of one step. Nothing else pads."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from jpaged.buckets import Buckets
 from jpaged.config import CacheSpec, EngineConfig
+from jpaged.packed_step import PackedStep
 from jpaged.sampling_batch import MAX_BANNED_TOKENS, SamplingBatch
 from jpaged.scheduler import SchedulerOutput
 from jpaged.sequence import Sequence
 from models.types import ForwardBatch
-from pallas_kernels import AttentionMetadata
 
 
-def empty_step(num_tokens: int, num_rows: int, *, num_seqs: int, max_blocks: int) -> tuple[ForwardBatch, SamplingBatch]:
-    """A step of padding alone, in the shapes of program (num_tokens, num_rows): zeros, and nothing to attend to."""
-    batch = ForwardBatch(
-        token_ids=np.zeros(num_tokens, np.int32),
-        positions=np.zeros(num_tokens, np.int32),
-        attention=AttentionMetadata(
-            seq_lens=np.zeros(num_seqs, np.int32),
-            query_start_loc=np.zeros(num_seqs + 1, np.int32),
-            block_tables=np.zeros((num_seqs, max_blocks), np.int32),
-            distribution=np.zeros(3, np.int32),
-            slot_mapping=np.zeros(num_tokens, np.int32),  # padding writes to the null block
-        ),
-        logits_indices=np.zeros(num_rows, np.int32),
-    )
-    return batch, SamplingBatch.neutral(num_rows)
+@dataclass(frozen=True)
+class HostStep:
+    """One step's input: the program that it is for, and the buffer that the program takes."""
+
+    bucket: tuple[int, int]
+    buffer: np.ndarray
+    batch: ForwardBatch  # views into the buffer, as is sampling
+    sampling: SamplingBatch
+    num_sampled: int
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.sampling.wants_logprobs.any())
 
 
 class BatchBuilder:
-    """Keeps what changes little (tokens, block tables, sampling parameters) in one array row a running sequence.
+    """Keeps what changes little (prompts, block tables, sampling parameters) in one array row a running sequence.
 
-    A step then gathers rows, and Python's work does not grow with the number of tokens.
+    A step then gathers rows, and Python's work does not grow with the number of tokens. Where a sequence's next token
+    is still being sampled, the device is told to take it from its own table: -1 - row stands for it.
     """
 
     def __init__(self, config: EngineConfig, spec: CacheSpec):
@@ -45,24 +46,27 @@ class BatchBuilder:
         self.min_lengths = np.zeros(num_rows, np.int32)  # under it a sequence may not stop
         self.sampling = SamplingBatch.neutral(num_rows)
 
-    def build(self, plan: SchedulerOutput) -> tuple[ForwardBatch, SamplingBatch]:
-        """The step's device inputs as numpy arrays, padded to the smallest program that holds them."""
+    def build(self, plan: SchedulerOutput) -> HostStep:
+        """The step's input, padded to the smallest program that holds it."""
         for seq in plan.admitted:
             self._load(seq)
         seqs = list(plan.num_scheduled_tokens)
         rows = np.fromiter((s.row for s in seqs), np.int32, len(seqs))
         counts = np.fromiter(plan.num_scheduled_tokens.values(), np.int32, len(seqs))
-        starts = np.fromiter((s.num_computed_tokens for s in seqs), np.int32, len(seqs))
-        lengths = np.fromiter((len(s.token_ids) for s in seqs), np.int32, len(seqs))
-        self.token_ids[rows, lengths - 1] = np.fromiter((s.token_ids[-1] for s in seqs), np.int32, len(seqs))
+        starts = np.array(plan.starts, np.int32)
+        known = np.fromiter((len(s.token_ids) for s in seqs), np.int32, len(seqs))
+        self.token_ids[rows, known - 1] = np.fromiter((s.token_ids[-1] for s in seqs), np.int32, len(seqs))
+        self.token_ids[rows, known] = -1 - rows
         self._extend_block_tables(seqs, rows)
 
-        is_sampled = starts + counts == lengths
-        bucket = self.buckets.choose(int(counts.sum()), int(is_sampled.sum()))
-        batch, sampling = empty_step(*bucket, num_seqs=self.num_rows, max_blocks=self.block_tables.shape[1])
+        ends = starts + counts
+        is_sampled = ends >= known
+        num_sampled = len(plan.sampled)
+        bucket = self.buckets.choose(int(counts.sum()), num_sampled)
+        buffer, batch, sampling = PackedStep(*bucket, self.num_rows, self.block_tables.shape[1]).empty()
         self._fill_forward_batch(batch, plan.num_decodes, rows, counts, starts, is_sampled)
-        self._fill_sampling_batch(sampling, seqs, rows, lengths, is_sampled)
-        return batch, sampling
+        self._fill_sampling_batch(sampling, plan.sampled, rows[is_sampled], ends[is_sampled])
+        return HostStep(bucket, buffer, batch, sampling, num_sampled)
 
     def _load(self, seq: Sequence) -> None:
         row, params = seq.row, seq.params
@@ -97,12 +101,10 @@ class BatchBuilder:
         meta.block_tables[:num_seqs, :width] = self.block_tables[rows, :width]
         meta.distribution[:] = num_decodes, num_decodes, num_seqs
 
-    def _fill_sampling_batch(self, batch: SamplingBatch, seqs, rows, lengths, is_sampled) -> None:
-        batch.copy_rows(self.sampling, rows[is_sampled])
-        batch.positions[: int(is_sampled.sum())] = lengths[is_sampled]
-        sampled = np.flatnonzero(is_sampled)
-        for i in np.flatnonzero(lengths[sampled] < self.min_lengths[rows[sampled]]):
-            seq = seqs[sampled[i]]
-            banned = sorted(seq.stop_token_ids)
-            assert len(banned) <= MAX_BANNED_TOKENS, f"{seq} bans {len(banned)} tokens"
+    def _fill_sampling_batch(self, batch: SamplingBatch, sampled: list[Sequence], rows, lengths) -> None:
+        batch.copy_rows(self.sampling, rows)
+        batch.positions[: len(rows)] = lengths
+        for i in np.flatnonzero(lengths < self.min_lengths[rows]):
+            banned = sorted(sampled[i].stop_token_ids)
+            assert len(banned) <= MAX_BANNED_TOKENS, f"{sampled[i]} bans {len(banned)} tokens"
             batch.banned_ids[i, : len(banned)] = banned

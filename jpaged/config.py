@@ -67,6 +67,7 @@ class EngineConfig:
     max_num_seqs: int = _option(256, "sequences that run at once at most")
     max_num_queued_requests: int | None = _option(None, "requests that may wait; more are refused (default: no limit)")
     enable_chunked_prefill: bool = _option(True, "split prompts over steps and mix them with decodes")
+    async_scheduling: bool = _option(True, "plan the next step while the device runs the present one")
     max_logprobs: int = _option(20, "the most log-probs that a request may ask for at a position")
 
     tensor_parallel_size: int = _option(1, "devices that share each layer")

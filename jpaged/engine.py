@@ -13,9 +13,11 @@ from jpaged.metrics import EngineMetrics, StepStats
 from jpaged.model_runner import ModelRunner, StepResult
 from jpaged.output_processor import RequestState, token_logprobs
 from jpaged.outputs import OutputDelta, RequestMetrics
+from jpaged.request_check import RequestCheck
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Scheduler, SchedulerOutput
+from jpaged.scheduler import Scheduler
 from jpaged.sequence import FinishReason, Sequence
+from jpaged.steps_in_flight import StepFailed, StepInFlight, StepsInFlight
 from jpaged.tokenizer import Tokenizer
 from models.weights import Checkpoint, open_checkpoint, recommended_sampling, resolve_model
 
@@ -54,12 +56,19 @@ class LLMEngine:
             cache_dtype=self.runner.layout.dtype,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self.validate = RequestCheck(
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.spec.max_model_len,
+            max_position=self.model_config.max_position,
+            num_usable_tokens=self.spec.num_usable_tokens,
+            max_logprobs=config.max_logprobs,
+        )
         self.kv = KVCacheManager(self.spec, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self.batch_builder = BatchBuilder(config, self.spec)
         self.requests: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
-        self._last_result_time: float | None = None
+        self.in_flight = StepsInFlight(self.runner, depth=1 if config.async_scheduling else 0)
         self._num_failed_steps = 0  # in a row
 
     @property
@@ -68,33 +77,7 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
-
-    def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Raises ValueError, one line with the value and the limit, for a request that can never be served."""
-        if not prompt_token_ids:
-            raise ValueError("the prompt is empty: at least one token is needed")
-        vocab_size = self.model_config.vocab_size
-        for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
-            worst = max(ids, default=0)
-            worst = worst if worst >= vocab_size else min(ids, default=0)
-            if not 0 <= worst < vocab_size:
-                raise ValueError(f"{name} holds token id {worst}; the vocabulary ends at {vocab_size - 1}")
-        num_prompt, limit = len(prompt_token_ids), self.max_model_len
-        why = "" if limit == self.model_config.max_position else f" (the KV pool holds {self.spec.num_usable_tokens})"
-        if num_prompt >= limit:
-            raise ValueError(f"the prompt has {num_prompt} tokens; the context is {limit} tokens{why}, output included")
-        if params.max_tokens is not None and num_prompt + params.max_tokens > limit:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {params.max_tokens}, together "
-                f"{num_prompt + params.max_tokens}; the context is {limit} tokens{why}"
-            )
-        if params.min_tokens > limit - num_prompt:
-            raise ValueError(
-                f"min_tokens is {params.min_tokens}, but only {limit - num_prompt} tokens fit after the prompt"
-            )
-        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
-            raise ValueError(f"logprobs is {params.logprobs}; the limit is {self.config.max_logprobs} (max_logprobs)")
+        return self.scheduler.has_work or len(self.in_flight) > 0
 
     def add_request(
         self,
@@ -136,32 +119,57 @@ class LLMEngine:
         return delta
 
     def step(self) -> list[OutputDelta]:
-        """Computes one step and returns what it added to each request; nothing where there is no work."""
-        plan = self.scheduler.schedule()
-        if not plan.num_scheduled_tokens:
-            return []
-        batch, sampling = self.batch_builder.build(plan)
-        start = time.monotonic()
+        """Starts the next step, then returns what the oldest step in flight added to each request.
+
+        With async scheduling the device is given step N + 1 before the host has seen the result of N. Returns nothing
+        where there is no work.
+        """
         try:
-            result = self.runner.run(batch, sampling, len(plan.sampled))
-        except Exception as error:  # whatever the device says: see `_recover`
-            return self._recover(plan, error)
-        now = time.monotonic()
-        self._num_failed_steps = 0
-        appended = self.scheduler.update(plan, result.token_ids)
+            has_started = self._start_step()
+            if self.in_flight.is_full or (len(self.in_flight) and not has_started):
+                return self._retire_step()
+        except StepFailed as failure:
+            return self._settle(failure)
+        return []
+
+    def _start_step(self) -> bool:
+        """Plans and dispatches a step; False where there is nothing to compute, or nothing that can be planned yet."""
+        begin = time.monotonic()
+        plan = self.scheduler.schedule()
+        if plan is None or not plan.num_scheduled_tokens:
+            return False
+        host_step = self.batch_builder.build(plan)
         for seq in plan.admitted:
             metrics = self.requests[seq.request_id].metrics
-            metrics.first_scheduled_time = metrics.first_scheduled_time or start
-        deltas = self._process(appended, result, now)
-        num_padding = batch.token_ids.shape[0] - plan.num_tokens
-        self._record_step(plan, num_padding, len(appended), start - (self._last_result_time or start))
-        self._last_result_time = now if self.has_work else None
+            metrics.first_scheduled_time = metrics.first_scheduled_time or begin
+        self.in_flight.submit(plan, host_step, planned_since=begin)
+        return True
+
+    def _retire_step(self) -> list[OutputDelta]:
+        """Waits for the oldest step in flight and processes its result."""
+        step, result = self.in_flight.retire()
+        self._num_failed_steps = 0
+        appended = self.scheduler.update(step.plan, result.token_ids)
+        deltas = self._process(appended, result, time.monotonic())
+        self._record_step(step, len(appended))
+        if not self.has_work:
+            self.in_flight.rest()
         return deltas
 
-    def _process(self, appended: list[tuple[Sequence, int]], result: StepResult, now: float) -> list[OutputDelta]:
+    def _settle(self, failure: StepFailed) -> list[OutputDelta]:
+        """After a failure: what an earlier step in flight still yields, and then a fresh start."""
+        deltas = []
+        if len(self.in_flight) and not self.in_flight.is_oldest(failure.plan):
+            try:
+                deltas = self._retire_step()
+            except StepFailed as earlier:
+                failure = earlier
+        return deltas + self._recover(failure)
+
+    def _process(self, appended: list[tuple[int, Sequence, int]], result: StepResult, now: float) -> list[OutputDelta]:
         deltas = []
         gaps = Counter()  # most rows of a step waited equally long
-        for row, (seq, token_id) in enumerate(appended):
+        for row, seq, token_id in appended:
             state = self.requests[seq.request_id]
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
@@ -184,19 +192,21 @@ class LLMEngine:
         state.metrics.finished_time = time.monotonic()
         self.metrics.on_finished(state.metrics, seq.num_prompt_tokens, seq.num_output_tokens, seq.finish_reason)
 
-    def _recover(self, plan: SchedulerOutput, error: Exception) -> list[OutputDelta]:
+    def _recover(self, failure: StepFailed) -> list[OutputDelta]:
         """A failed step may have consumed the donated pool: everyone is recomputed in a new one.
 
         A second failure in a row ends the newest request of the step, so that one that breaks the step cannot take the
         others with it for ever.
         """
-        logger.exception("a step of %d tokens failed; its requests are recomputed", plan.num_tokens)
+        plan, error = failure.plan, failure.error
+        logger.error("a step of %d tokens failed; its requests are recomputed", plan.num_tokens, exc_info=error)
         self._num_failed_steps += 1
-        newest = next(s for s in reversed(self.scheduler.running) if s in plan.num_scheduled_tokens)
+        newest = next((s for s in reversed(self.scheduler.running) if s in plan.num_scheduled_tokens), None)
+        self.in_flight.clear()
         self.scheduler.preempt_all()
         self.kv.reset_prefix_cache()
-        self.runner.reset_pool()
-        if self._num_failed_steps < 2:
+        self.runner.reset_state()
+        if self._num_failed_steps < 2 or newest is None:
             return []
         state = self.requests[newest.request_id]
         self.scheduler.finish(newest, FinishReason.ERROR)
@@ -207,20 +217,21 @@ class LLMEngine:
         self._close(state)
         return [delta]
 
-    def _record_step(self, plan: SchedulerOutput, num_padding: int, num_generated: int, gap: float) -> None:
+    def _record_step(self, step: StepInFlight, num_generated: int) -> None:
+        plan = step.plan
         self.metrics.on_step(
             StepStats(
                 num_running=len(self.scheduler.running),
                 num_waiting=len(self.scheduler.waiting),
                 kv_cache_usage=self.kv.usage,
                 num_scheduled_tokens=plan.num_tokens,
-                num_padding_tokens=num_padding,
+                num_padding_tokens=step.num_padding_tokens,
                 num_prompt_tokens=plan.num_new_prompt_tokens,
                 num_generation_tokens=num_generated,
                 num_preemptions=plan.num_preempted,
                 prefix_cache_queries=plan.num_prefix_queries,
                 prefix_cache_hits=plan.num_prefix_hits,
-                host_gap_seconds=gap,
+                host_gap_seconds=step.idle_seconds,
             )
         )
 

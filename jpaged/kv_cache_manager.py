@@ -70,11 +70,14 @@ class KVCacheManager:
         blocks.extend(new)
         return new
 
-    def cache_full_blocks(self, seq: Sequence, num_computed_before: int) -> None:
-        """Makes the blocks that were filled since num_computed_before findable by other sequences."""
+    def cache_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
+        """Makes the blocks that became full when tokens [start, end) were computed findable by other sequences.
+
+        All of these tokens must be known, and their step must have run.
+        """
         if not self.enable_prefix_caching:
             return
-        first, last = num_computed_before // self.block_size, seq.num_computed_tokens // self.block_size
+        first, last = start // self.block_size, end // self.block_size
         if first == last:
             return
         self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, last)

@@ -7,18 +7,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jpaged.batch import HostStep
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
 from jpaged.memory_plan import MemoryPlan, plan_memory
 from jpaged.program_cache import ProgramCache, cache_dir, fingerprint
 from jpaged.programs import Programs
-from jpaged.sampling_batch import Sampled, SamplingBatch
-from jpaged.step import StepFunction
+from jpaged.sampling_batch import Sampled
+from jpaged.step import DeviceState, StepFunction
 from models.layers import MODEL_AXIS
 from models.loading import load_state
-from models.types import ForwardBatch
 from models.weights import Checkpoint
-from pallas_kernels import LayerPool, make_pool
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,27 @@ class StepResult:
 
     token_ids: list[int]
     logprobs: Sampled | None  # numpy arrays
+
+
+class PendingResult:
+    """The result of a step that may still be running, on its way to the host."""
+
+    def __init__(self, sampled: Sampled, num_sampled: int, wants_logprobs: bool):
+        self._num_sampled = num_sampled
+        self._arrays = sampled if wants_logprobs else sampled.token_ids
+        for array in jax.tree.leaves(self._arrays):
+            array.copy_to_host_async()
+
+    @property
+    def is_ready(self) -> bool:
+        return all(array.is_ready() for array in jax.tree.leaves(self._arrays))
+
+    def read(self) -> StepResult:
+        """Waits for the step; raises what the device raised."""
+        arrays = jax.tree.map(np.asarray, self._arrays)
+        logprobs = arrays if isinstance(arrays, Sampled) else None
+        token_ids = arrays if logprobs is None else arrays.token_ids
+        return StepResult(token_ids[: self._num_sampled].tolist(), logprobs)
 
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:
@@ -80,25 +100,21 @@ class ModelRunner:
                 on_compiled(phase)
 
         self.programs = Programs(self._compile, self.buckets.all(), on_prepared)
-        self.pool = self._make_pool()
+        self.state = self._make_state()
 
-    def run(self, batch: ForwardBatch, sampling: SamplingBatch, num_sampled: int) -> StepResult:
-        """Computes one step. num_sampled rows of the result are real."""
-        program = self.programs[batch.token_ids.shape[0], batch.logits_indices.shape[0]]
-        self.pool, sampled = program(self.leaves, self.pool, batch, sampling)
-        token_ids = np.asarray(sampled.token_ids)[:num_sampled].tolist()
-        wants_logprobs = bool(sampling.wants_logprobs.any())
-        return StepResult(token_ids, jax.tree.map(np.asarray, sampled) if wants_logprobs else None)
+    def submit(self, step: HostStep) -> PendingResult:
+        """Gives a step to the devices and returns at once, where its program is compiled. Steps run in order."""
+        self.state, sampled = self.programs[step.bucket](self.leaves, self.state, step.buffer)
+        return PendingResult(sampled, step.num_sampled, step.wants_logprobs)
 
-    def reset_pool(self) -> None:
-        """Replaces a pool that a failed step may have consumed."""
-        self.pool = None
-        self.pool = self._make_pool()
+    def reset_state(self) -> None:
+        """Replaces a state that a failed step may have consumed."""
+        self.state = None
+        self.state = self._make_state()
 
-    def _make_pool(self) -> LayerPool:
-        struct = self.step.pool(self.spec.num_blocks)
-        make = jax.jit(partial(make_pool, self.layout, struct.num_blocks), out_shardings=self.step.pool_sharding)
-        return self._program_cache.compile(("pool",), make, (), jax.tree.structure(struct))()
+    def _make_state(self) -> DeviceState:
+        make = jax.jit(partial(self.step.make_state, self.spec.num_blocks), out_shardings=self.step.state_shardings)
+        return self._program_cache.compile(("state",), make, (), jax.tree.structure(self.step.state(2)))()
 
     def _fingerprint(self) -> str:
         config = self.config
@@ -108,7 +124,6 @@ class ModelRunner:
         )  # fmt: skip
 
     def _compile(self, bucket: tuple[int, int]):
-        arguments = self.step.arguments(bucket, self.spec.num_blocks, self.spec.max_blocks_per_seq)
-        return self._program_cache.compile(
-            bucket, self.step.jitted, arguments, jax.tree.structure((self.pool, Sampled.empty()))
-        )
+        packing = self.step.packing(bucket, self.spec.max_blocks_per_seq)
+        arguments = self.step.arguments(packing, self.spec.num_blocks)
+        return self._program_cache.compile(bucket, self.step.jitted(packing), arguments, self.step.result_structure)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = (  # what decides a program; the last two its arguments' shapes
     "models", "pallas_kernels", "jpaged/step.py", "jpaged/sampler.py", "jpaged/sampling_batch.py",
-    "jpaged/batch.py", "jpaged/sampling_params.py",
+    "jpaged/packed_step.py", "jpaged/sampling_params.py",
 )  # fmt: skip
 _KEPT_FINGERPRINTS = 8  # older ones belong to code or flags of the past
 

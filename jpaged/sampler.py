@@ -19,7 +19,7 @@ def sample(logits: Float[Array, "R V"], batch: SamplingBatch, *, max_logprobs: i
     greedy = _argmax(masked)
     token_ids = jax.lax.cond(jnp.any(batch.temperature > 0), _draw, lambda x, b, g: g, masked, batch, greedy)
     logprobs, ranks, top_ids, top_logprobs = jax.lax.cond(
-        jnp.any(batch.wants_logprobs),
+        jnp.any(batch.wants_logprobs > 0),
         lambda x, t: _logprobs(x, t, max_logprobs),
         lambda x, t: _no_logprobs(x, max_logprobs),
         logits,

@@ -17,6 +17,8 @@ class SchedulerOutput:
     """One step's plan. The order of num_scheduled_tokens is the order of the batch: single-token rows come first."""
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)  # the first position computed of each, in the same order
+    sampled: list[Sequence] = field(default_factory=list)  # those whose next token this step yields, in batch order
     num_decodes: int = 0
     admitted: list[Sequence] = field(default_factory=list)  # have a new row and a new block table
     num_preempted: int = 0
@@ -28,11 +30,6 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
 
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences whose next token this step yields, in batch order."""
-        return [s for s, n in self.num_scheduled_tokens.items() if s.num_computed_tokens + n == len(s.token_ids)]
-
 
 class Scheduler:
     """First come, first served, with iteration-level batching under a token budget.
@@ -40,6 +37,11 @@ class Scheduler:
     Running sequences come before waiting ones, and decodes before prefill chunks, so that one long prompt never stops
     the others' tokens. When blocks run out the newest running sequence is preempted: its blocks are freed and it is
     recomputed later, first in the queue. The oldest one therefore always makes progress.
+
+    `schedule` may be called again before the step that it planned has run: what a step will have computed and sampled
+    counts as done from then on, and `update` takes the results in the order of the plans. A sequence that turns out to
+    have stopped leaves a row behind in the steps in flight; its result is dropped, and its write goes to a block that
+    its next owner overwrites later.
     """
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager):
@@ -50,6 +52,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
+        self.in_flight: deque[SchedulerOutput] = deque()  # planned, result not yet seen
         self._free_rows = list(range(self.max_num_seqs))[::-1]
 
     @property
@@ -63,35 +66,63 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
-    def schedule(self) -> SchedulerOutput:
-        """The next step. It is empty only when nothing runs or waits."""
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step; None where it would have to preempt before the steps in flight have shown who stops in them.
+
+        Empty when there is nothing to compute: nothing runs or waits, or all that runs is in flight with its last token.
+        """
         plan = SchedulerOutput()
         budget, block_size = self.max_num_batched_tokens, self.kv.block_size
         for seq in list(self.running):  # decodes, then at most one unfinished prompt: the newest
-            num_missing = len(seq.token_ids) - seq.num_computed_tokens
+            if seq.num_pending and seq.ends_with_pending:
+                continue
+            num_missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens
             num_tokens = min(num_missing, budget)
             has_room = num_missing == 1 and seq.num_computed_tokens < len(seq.block_table.blocks) * block_size
-            if has_room or self._make_room(seq, num_tokens, plan):
+            if not has_room:
+                has_room = self._make_room(seq, num_tokens, plan)
+                if has_room is None:
+                    return None
+            if has_room:
                 plan.num_scheduled_tokens[seq] = num_tokens
                 plan.num_decodes += num_missing == 1
                 budget -= num_tokens
         if not plan.num_preempted:
             self._admit_waiting(budget, plan)
+        if plan.num_scheduled_tokens:
+            self._commit(plan)
         return plan
 
-    def update(self, plan: SchedulerOutput, token_ids: list[int]) -> list[tuple[Sequence, int]]:
-        """Takes the step's result: token_ids are those of plan.sampled, in order. Frees what is finished.
-
-        Returns (sequence, token) for every token appended.
-        """
-        sampled, block_size = plan.sampled, self.kv.block_size
+    def _commit(self, plan: SchedulerOutput) -> None:
+        """Counts what is scheduled as computed, and what it samples as pending."""
+        starts, sampled = plan.starts, plan.sampled
         for seq, num_tokens in plan.num_scheduled_tokens.items():
-            before = seq.num_computed_tokens
-            seq.num_computed_tokens = before + num_tokens
-            if before // block_size != seq.num_computed_tokens // block_size:
-                self.kv.cache_full_blocks(seq, before)
-        appended = list(zip(sampled, token_ids, strict=True))
-        for seq, token_id in appended:
+            start = seq.num_computed_tokens
+            starts.append(start)
+            seq.num_computed_tokens = end = start + num_tokens
+            if end == len(seq.token_ids) + seq.num_pending:
+                seq.num_pending += 1
+                sampled.append(seq)
+        self.in_flight.append(plan)
+
+    def update(self, plan: SchedulerOutput, token_ids: list[int]) -> list[tuple[int, Sequence, int]]:
+        """Takes the result of the oldest step in flight: token_ids are those of plan.sampled, in order. Frees what is
+        finished.
+
+        Returns (index in plan.sampled, sequence, token) for every token appended; those of ended sequences are dropped.
+        """
+        assert self.in_flight and self.in_flight[0] is plan, "results must come in the order of the plans"
+        self.in_flight.popleft()
+        block_size = self.kv.block_size
+        for (seq, num_tokens), start in zip(plan.num_scheduled_tokens.items(), plan.starts):
+            if start // block_size != (start + num_tokens) // block_size and not seq.is_finished:
+                self.kv.cache_full_blocks(seq, start, start + num_tokens)
+        appended = []
+        for index, (seq, token_id) in enumerate(zip(plan.sampled, token_ids, strict=True)):
+            if seq.is_finished:
+                continue
+            appended.append((index, seq, token_id))
+            seq.num_pending -= 1
             reason = seq.append(token_id)
             if reason is not None:
                 self.finish(seq, reason)
@@ -110,16 +141,20 @@ class Scheduler:
         seq.finish_reason = reason
 
     def preempt_all(self) -> None:
-        """Sends every running sequence back to be recomputed, in order: the pool's content is lost."""
+        """Sends every running sequence back to be recomputed, in order, and drops the steps in flight: the pool's
+        content is lost."""
+        self.in_flight.clear()
         while self.running:
             self._preempt(self.running[-1])
 
-    def _make_room(self, seq: Sequence, num_tokens: int, plan: SchedulerOutput) -> bool:
+    def _make_room(self, seq: Sequence, num_tokens: int, plan: SchedulerOutput) -> bool | None:
         """Gets the blocks for a running sequence's next tokens, from the newest others if need be; False if it had to go
-        itself, now or earlier in this step."""
+        itself, now or earlier in this step; None where somebody would have to go while a step is in flight."""
         if seq.status is not SequenceStatus.RUNNING or num_tokens == 0:
             return False
         while self.kv.allocate_slots(seq, num_tokens) is None:
+            if self.in_flight:
+                return None
             victim = self.running[-1]
             assert victim not in plan.num_scheduled_tokens, f"{victim} is newer than {seq}, but was scheduled before it"
             self._preempt(victim)
@@ -162,6 +197,7 @@ class Scheduler:
         self.kv.free(seq)
         self._free_rows.append(seq.row)
         seq.row = None
+        seq.num_pending = 0
 
     def _warn_of_preemption(self, seq: Sequence) -> None:
         self.num_preemptions += 1

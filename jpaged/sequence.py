@@ -24,14 +24,15 @@ class FinishReason:
 class Sequence:
     """The tokens of a request, prompt first, and the state that the scheduler keeps of it.
 
-    num_computed_tokens: tokens whose KV is in the pool. row: the sequence's place in the batch builder's arrays while
+    num_computed_tokens: tokens whose KV is in the pool, or will be when the steps in flight have run. num_pending:
+    tokens after token_ids that a step in flight samples; only the device knows them yet. row: the sequence's place in the batch builder's arrays while
     it runs. seed: 64 bits that, with the position, decide every draw. max_tokens: output tokens allowed, already cut to
     the context.
     """
 
     __slots__ = (
         "request_id", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens",
-        "block_table", "block_hashes", "status", "row", "seed", "max_tokens", "stop_token_ids",
+        "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens", "stop_token_ids",
         "finish_reason", "stop_reason",
     )  # fmt: skip
 
@@ -50,6 +51,7 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_pending = 0
         self.num_cached_tokens: int | None = None  # prefix-cache hit at first admission
         self.block_table = BlockTable()
         self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, as far as anyone asked
@@ -69,6 +71,16 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens, the pending ones included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def ends_with_pending(self) -> bool:
+        """Whether the pending tokens are the last that it may have: nothing more is to be computed."""
+        return self.num_output_tokens + self.num_pending >= self.max_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -4,35 +4,54 @@ The engine compiles its programs from it, the memory plan measures it, and tests
 """
 
 import math
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 
-from jpaged.batch import empty_step
 from jpaged.config import EngineConfig
 from jpaged.memory_plan import StepMemory
+from jpaged.packed_step import PackedStep
 from jpaged.sampler import sample
-from jpaged.sampling_batch import SamplingBatch
+from jpaged.sampling_batch import Sampled
 from models.config import ModelConfig
 from models.layers import MODEL_AXIS
 from models.registry import model_class
-from models.types import ForwardBatch
-from pallas_kernels import LayerPool, PoolLayout, pool_struct
+from pallas_kernels import LayerPool, PoolLayout, make_pool, pool_struct
 
 
-def step(graphdef, treedef, max_logprobs, leaves, pool: LayerPool, batch: ForwardBatch, sampling: SamplingBatch):
-    """(weights, pool, batch, sampling state) -> (pool, tokens): the whole of what the device does."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState:
+    """What stays on the device from step to step. Donated: a step makes the next one of it, in place."""
+
+    pool: LayerPool
+    newest_tokens: Int[Array, "rows"]  # the token sampled last for the sequence in each of the host's rows
+
+
+def step(graphdef, treedef, max_logprobs, packing: PackedStep, leaves, state: DeviceState, buffer):
+    """(weights, state, host's input) -> (state, tokens): the whole of what the device does.
+
+    A token id below 0 stands for the newest token of row -1 - id: the host has not seen it yet.
+    """
+    batch, sampling = packing.unpack(buffer)
+    newest = state.newest_tokens[jnp.maximum(-1 - batch.token_ids, 0)]
+    batch = replace(batch, token_ids=jnp.where(batch.token_ids < 0, newest, batch.token_ids))
     model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-    logits, pool = model(batch, pool)
-    return pool, sample(logits, sampling, max_logprobs=max_logprobs)
+    logits, pool = model(batch, state.pool)
+    sampled = sample(logits, sampling, max_logprobs=max_logprobs)
+    newest_tokens = state.newest_tokens.at[sampling.state_rows].set(sampled.token_ids, mode="drop")
+    return DeviceState(pool, newest_tokens), sampled
 
 
 class StepFunction:
-    """`jitted` is the step, its pool donated; `arguments` are the shapes that a bucket's program takes.
+    """`jitted` makes a program's step, its state donated; `arguments` are the shapes that it takes.
 
     The mesh's platform decides the pool's form. Raises ValueError for a model that this mesh cannot hold.
     """
@@ -72,23 +91,41 @@ class StepFunction:
         self.abstract_leaves, self.treedef = jax.tree.flatten(self.abstract_state)
         self.pool_sharding = NamedSharding(mesh, self.layout.partition_spec(MODEL_AXIS))
         self._replicated = NamedSharding(mesh, P())
-        self.jitted = jax.jit(
-            partial(step, self.graphdef, self.treedef, config.max_logprobs),
+        self.state_shardings = DeviceState(self.pool_sharding, self._replicated)
+
+    def jitted(self, packing: PackedStep):
+        """The step of one program."""
+        return jax.jit(
+            partial(step, self.graphdef, self.treedef, self.config.max_logprobs, packing),
             donate_argnums=1,
-            out_shardings=(self.pool_sharding, self._replicated),
+            out_shardings=(self.state_shardings, self._replicated),
         )
 
-    def pool(self, num_blocks: int) -> LayerPool:
-        """The shapes of a pool with num_blocks blocks for each layer."""
-        return pool_struct(self.layout, num_blocks * self.model.num_layers, self.pool_sharding)
+    def packing(self, bucket: tuple[int, int], max_blocks_per_seq: int) -> PackedStep:
+        """The host's input to the step of a bucket."""
+        return PackedStep(*bucket, self.config.max_num_seqs, max_blocks_per_seq)
 
-    def arguments(self, bucket: tuple[int, int], num_blocks: int, max_blocks_per_seq: int) -> tuple:
-        """What the step of this bucket is called with: leaves, pool, batch and sampling, as shapes with shardings."""
-        host = empty_step(*bucket, num_seqs=self.config.max_num_seqs, max_blocks=max_blocks_per_seq)
-        batch, sampling = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._replicated), host
-        )
-        return self.abstract_leaves, self.pool(num_blocks), batch, sampling
+    def state(self, num_blocks: int) -> DeviceState:
+        """The shapes of the state with num_blocks blocks for each layer."""
+        pool = pool_struct(self.layout, num_blocks * self.model.num_layers, self.pool_sharding)
+        return DeviceState(pool, self._struct(self.config.max_num_seqs))
+
+    def make_state(self, num_blocks: int) -> DeviceState:
+        """The state before the first step: zeros. To be jitted, with `state_shardings`."""
+        pool = make_pool(self.layout, num_blocks * self.model.num_layers)
+        return DeviceState(pool, jnp.zeros(self.config.max_num_seqs, jnp.int32))
+
+    def arguments(self, packing: PackedStep, num_blocks: int) -> tuple:
+        """What a step is called with: leaves, state and the host's input, as shapes with shardings."""
+        return self.abstract_leaves, self.state(num_blocks), self._struct(packing.size)
+
+    @property
+    def result_structure(self):
+        """The tree of what a step returns."""
+        return jax.tree.structure((self.state(2), Sampled.empty()))
+
+    def _struct(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), np.int32, sharding=self._replicated)
 
     @property
     def weight_bytes(self) -> int:
@@ -103,7 +140,8 @@ class StepFunction:
     def measure(self, bucket: tuple[int, int]) -> StepMemory:
         """Compiles a bucket against a pool of two blocks and reads what it needs beside weights and pool."""
         max_blocks = -(-self.model.max_position // self.layout.block_size)
-        analysis = self.jitted.lower(*self.arguments(bucket, 2, max_blocks)).compile().memory_analysis()
+        packing = self.packing(bucket, max_blocks)
+        analysis = self.jitted(packing).lower(*self.arguments(packing, 2)).compile().memory_analysis()
         return StepMemory(
             temp=analysis.temp_size_in_bytes,
             output=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,

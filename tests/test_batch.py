@@ -2,34 +2,37 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_scheduler import Walk, fake_token, make, request
+from test_scheduler import VOCAB_SIZE, Walk, fake_token, make, request
 
-from jpaged.batch import BatchBuilder, empty_step
+from jpaged.batch import BatchBuilder
 from jpaged.buckets import bucket_ladder
+from jpaged.packed_step import PackedStep
 from jpaged.sampling_batch import MAX_BANNED_TOKENS
 from jpaged.sampling_params import MAX_STOP_TOKEN_IDS
 
 
 def plainly(plan, walk):
     """The step's inputs, one token at a time; block tables as lists of their valid entries."""
-    spec, size, max_seqs = walk.spec, walk.spec.block_size, walk.max_num_seqs
+    size, max_seqs = walk.spec.block_size, walk.max_num_seqs
     token_ids, positions, slots, starts, seq_lens, tables, rows, sampling = [], [], [], [0], [], [], [], []
-    for seq, num_tokens in plan.num_scheduled_tokens.items():
-        end = seq.num_computed_tokens + num_tokens
-        for position in range(seq.num_computed_tokens, end):
-            token_ids.append(seq.token_ids[position])
+    for (seq, num_tokens), start in zip(plan.num_scheduled_tokens.items(), plan.starts):
+        end = start + num_tokens
+        for position in range(start, end):
+            token_ids.append(seq.token_ids[position] if position < seq.num_tokens else -1 - seq.row)
             positions.append(position)
             block = seq.block_table.blocks[position // size]
             slots.append(block.block_id * size + position % size)
         starts.append(len(token_ids))
         seq_lens.append(end)
         tables.append([block.block_id for block in seq.block_table.blocks])
-        if end == len(seq.token_ids):
+        if seq in plan.sampled:
             rows.append(len(token_ids) - 1)
             params = seq.params
-            is_banned = len(seq.token_ids) - seq.num_prompt_tokens < params.min_tokens
+            is_banned = end - seq.num_prompt_tokens < params.min_tokens
             sampling.append(
                 {
                     "temperature": params.temperature,
@@ -37,7 +40,8 @@ def plainly(plan, walk):
                     "min_p": params.min_p,
                     "top_k": max(params.top_k, 0),
                     "seeds": [seq.seed // 2**32, seq.seed % 2**32],
-                    "positions": len(seq.token_ids),
+                    "positions": end,
+                    "state_rows": seq.row,
                     "wants_logprobs": params.logprobs is not None,
                     "banned_ids": set(seq.stop_token_ids) if is_banned else set(),
                 }
@@ -60,7 +64,11 @@ def plainly(plan, walk):
     )
 
 
-def check_batch(plan, walk, batch, sampling):
+def check_step(plan, walk, step):
+    batch, sampling = step.batch, step.sampling
+    for got, meant in zip(jax.tree.leaves((batch, sampling)), jax.tree.leaves(unpacked(step, walk)), strict=True):
+        np.testing.assert_array_equal(got, meant)
+    assert step.num_sampled == len(plan.sampled)
     arrays, tables, rows, rows_sampling = plainly(plan, walk)
     meta = batch.attention
     built = {"token_ids": batch.token_ids, "positions": batch.positions} | {
@@ -78,31 +86,38 @@ def check_batch(plan, walk, batch, sampling):
     assert batch.logits_indices.dtype == np.int32
     assert batch.logits_indices.tolist() == rows + [0] * (num_padded - len(rows))
     for i, expected in enumerate(rows_sampling):
-        for name in ("temperature", "top_p", "min_p", "top_k", "positions", "wants_logprobs"):
+        for name in ("temperature", "top_p", "min_p", "top_k", "positions", "wants_logprobs", "state_rows"):
             assert getattr(sampling, name)[i] == expected[name], name
         assert sampling.seeds[i].tolist() == expected["seeds"]
         assert set(sampling.banned_ids[i].tolist()) - {-1} == expected["banned_ids"]
-    neutral = empty_step(len(batch.token_ids), num_padded, num_seqs=1, max_blocks=1)[1]
+    neutral = PackedStep(len(batch.token_ids), num_padded, num_seqs=1, max_blocks=1).empty()[2]
     for field in dataclasses.fields(sampling):
         got, blank = getattr(sampling, field.name), getattr(neutral, field.name)
         assert got.dtype == blank.dtype and got.shape == blank.shape
         assert (got[len(rows) :] == blank[len(rows) :]).all(), f"padding of {field.name} asks for work"
 
 
-@pytest.mark.parametrize("seed", range(60, 100))
-def test_arrays_are_those_of_a_plain_reading_of_every_plan(seed):
-    walk = Walk(seed)
+def unpacked(step, walk):
+    """What the device makes of the buffer."""
+    packing = PackedStep(*step.bucket, walk.max_num_seqs, walk.spec.max_blocks_per_seq)
+    return packing.unpack(jnp.asarray(step.buffer))
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+@pytest.mark.parametrize("seed", range(60, 80))
+def test_arrays_are_those_of_a_plain_reading_of_every_plan(seed, max_in_flight):
+    walk = Walk(seed, max_in_flight)
     builder = BatchBuilder(walk.config, walk.spec)
     for plan in walk.steps(num_requests=20):
         if plan.num_scheduled_tokens:
-            check_batch(plan, walk, *builder.build(plan))
+            check_step(plan, walk, builder.build(plan))
 
 
 def built(builder, scheduler):
     plan = scheduler.schedule()
-    batch, sampling = builder.build(plan)
+    step = builder.build(plan)
     scheduler.update(plan, [fake_token(seq) for seq in plan.sampled])
-    return batch, sampling
+    return step.batch, step.sampling
 
 
 def test_sequence_that_comes_back_in_the_same_row_brings_its_new_tokens_and_blocks():
@@ -162,7 +177,8 @@ def test_step_in_which_nothing_is_sampled_still_has_a_program():
     builder = BatchBuilder(config, spec)
     scheduler.add(request(1, [1] * 20))
     plan = scheduler.schedule()
-    batch, sampling = builder.build(plan)
+    step = builder.build(plan)
+    batch, sampling = step.batch, step.sampling
     assert plan.sampled == [] and (batch.token_ids.shape, batch.logits_indices.shape) == ((16,), (4,))
     assert batch.logits_indices.tolist() == [0] * 4 and not sampling.temperature.any()
 
@@ -170,7 +186,7 @@ def test_step_in_which_nothing_is_sampled_still_has_a_program():
 def test_banned_tokens_of_the_largest_request_fit_beside_the_models_own():
     config, spec, scheduler = make(budget=16)
     builder = BatchBuilder(config, spec)
-    seq = request(1, [1], min_tokens=2, max_tokens=3, stop_token_ids=range(MAX_STOP_TOKEN_IDS))
+    seq = request(1, [1], min_tokens=2, max_tokens=3, stop_token_ids=range(VOCAB_SIZE, VOCAB_SIZE + MAX_STOP_TOKEN_IDS))
     seq.stop_token_ids |= frozenset(range(1000, 1000 + MAX_BANNED_TOKENS - MAX_STOP_TOKEN_IDS))
     scheduler.add(seq)
     for is_banned in (True, True, False):
@@ -178,7 +194,7 @@ def test_banned_tokens_of_the_largest_request_fit_beside_the_models_own():
 
 
 def test_empty_step_asks_for_nothing():
-    batch, sampling = empty_step(8, 4, num_seqs=3, max_blocks=5)
+    _, batch, sampling = PackedStep(8, 4, num_seqs=3, max_blocks=5).empty()
     for array in (batch.token_ids, batch.positions, batch.logits_indices, *vars(batch.attention).values()):
         assert array.dtype == np.int32 and not array.any()
     assert not sampling.temperature.any() and not sampling.wants_logprobs.any() and (sampling.banned_ids == -1).all()

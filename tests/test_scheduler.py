@@ -52,7 +52,8 @@ def counts(plan: SchedulerOutput) -> dict[str, int]:
 class Walk:
     """Random requests, arriving and being aborted at random, on a random engine; the seed decides all of it."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, max_in_flight: int = 0):
+        self.max_in_flight = max_in_flight  # steps whose results are not in yet when the next is planned
         self.rng = rng = random.Random(seed)
         self.max_num_seqs = rng.choice([1, 2, 5, 8, 8, 12])
         self.chunked = rng.random() < 0.7
@@ -69,7 +70,7 @@ class Walk:
         )
         self.shared_prefix = [rng.randrange(VOCAB_SIZE) for _ in range(MAX_MODEL_LEN)]
         self.requests: list[Sequence] = []
-        self.num_preempted = self.num_readmitted = self.num_hits = 0
+        self.num_preempted = self.num_readmitted = self.num_hits = self.num_dropped = self.num_looked_again = 0
 
     def new_request(self) -> Sequence:
         rng = self.rng
@@ -104,7 +105,7 @@ class Walk:
         """Yields each plan before its result is in; ends when every request has ended."""
         scheduler, rng = self.scheduler, self.rng
         num_steps = 0
-        while len(self.requests) < num_requests or scheduler.has_work:
+        while len(self.requests) < num_requests or scheduler.has_work or scheduler.in_flight:
             for _ in range(rng.choice([0, 0, 0, 1, 3])):
                 if len(self.requests) < num_requests:
                     self.requests.append(self.new_request())
@@ -112,11 +113,18 @@ class Walk:
             if rng.random() < abort_rate and self.requests:
                 scheduler.finish(rng.choice(self.requests), FinishReason.ABORT)
             plan = scheduler.schedule()
-            self.num_preempted += plan.num_preempted
-            self.num_readmitted += sum(seq.num_output_tokens > 0 for seq in plan.admitted)
-            self.num_hits += plan.num_prefix_hits
-            yield plan
-            scheduler.update(plan, [fake_token(seq) for seq in plan.sampled])
+            if plan is not None:
+                self.num_preempted += plan.num_preempted
+                self.num_readmitted += sum(seq.num_output_tokens > 0 for seq in plan.admitted)
+                self.num_hits += plan.num_prefix_hits
+                yield plan
+            else:
+                self.num_looked_again += 1
+            has_started = plan is not None and plan.num_scheduled_tokens
+            if scheduler.in_flight and (not has_started or len(scheduler.in_flight) > self.max_in_flight):
+                oldest = scheduler.in_flight[0]
+                self.num_dropped += sum(seq.is_finished for seq in oldest.sampled)
+                scheduler.update(oldest, [fake_token(seq) for seq in oldest.sampled])
             num_steps += 1
             assert num_steps < 200 * num_requests, "somebody starves"
 
@@ -132,10 +140,10 @@ def check_plan(walk: Walk, plan: SchedulerOutput, running_before: list[Sequence]
     assert len(set(rows)) == len(rows) and set(rows) <= set(range(walk.max_num_seqs))
     assert all(seq.row is None and not len(seq.block_table) for seq in scheduler.waiting)
 
-    for seq, num_tokens in scheduled.items():
+    for (seq, num_tokens), start in zip(scheduled.items(), plan.starts, strict=True):
         assert seq.status is SequenceStatus.RUNNING and seq in scheduler.running
-        end = seq.num_computed_tokens + num_tokens
-        assert num_tokens >= 1 and end <= seq.num_tokens
+        end = start + num_tokens
+        assert num_tokens >= 1 and end <= seq.num_tokens and end == seq.num_computed_tokens
         assert len(seq.block_table) * spec.block_size >= end
         assert walk.chunked or end == seq.num_tokens
 
@@ -150,7 +158,7 @@ def check_plan(walk: Walk, plan: SchedulerOutput, running_before: list[Sequence]
     assert list(scheduled)[: plan.num_decodes] == decodes
 
     # a prompt is begun only when those before it are done: so a preempted sequence is never one already planned
-    assert all(s is scheduler.running[-1] for s, n in scheduled.items() if s.num_computed_tokens + n < s.num_tokens)
+    assert all(s is scheduler.running[-1] for s in scheduled if s.num_computed_tokens < s.num_tokens)
 
     # the oldest always gets on
     if survivors:
@@ -172,9 +180,13 @@ def test_every_request_of_any_walk_gets_its_tokens_within_the_rules(seed):
         kv.check_invariants(walk.requests)
         # what the next step will see: everyone who runs now, each with what its result leaves missing
         running = list(scheduler.running)
-        after = {seq: seq.num_computed_tokens + plan.num_scheduled_tokens.get(seq, 0) for seq in running}
-        missing = {seq.request_id: max(seq.num_tokens - done, 1) for seq, done in after.items()}
-    assert not scheduler.running and not scheduler.waiting
+        missing = {seq.request_id: max(seq.num_tokens - seq.num_computed_tokens, 1) for seq in running}
+    check_end(walk, first_admissions)
+
+
+def check_end(walk: Walk, first_admissions: list[Sequence]):
+    scheduler, kv = walk.scheduler, walk.scheduler.kv
+    assert not scheduler.running and not scheduler.waiting and not scheduler.in_flight
     kv.check_invariants(walk.requests)
     assert kv.pool.num_free == walk.spec.num_usable_blocks
 
@@ -188,14 +200,47 @@ def test_every_request_of_any_walk_gets_its_tokens_within_the_rules(seed):
             assert (seq.output_token_ids, seq.finish_reason) == (output, reason)
 
 
-def test_walks_meet_what_they_are_meant_to_meet():
-    totals = [0, 0, 0]
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("seed", range(60))
+def test_steps_in_flight_change_no_ones_tokens(seed, max_in_flight):
+    walk = Walk(seed, max_in_flight)
+    first_admissions = []
+    for plan in walk.steps(num_requests=25):
+        first_admissions += [seq for seq in plan.admitted if seq not in first_admissions]
+        assert plan.num_tokens <= walk.budget and not (plan.num_preempted and len(walk.scheduler.in_flight) > 1)
+        for seq in plan.num_scheduled_tokens:
+            assert seq.num_output_tokens + seq.num_pending <= seq.max_tokens, "scheduled past its end"
+        walk.scheduler.kv.check_invariants(walk.requests)
+    check_end(walk, first_admissions)
+
+
+def test_a_block_is_not_cached_before_its_step_has_run():
+    _, _, scheduler = make(budget=16)
+    scheduler.add(request(1, [5] * 9))
+    first = scheduler.schedule()
+    scheduler.add(request(2, [5] * 9))
+    second = scheduler.schedule()
+    assert second.num_prefix_hits == 0 and counts(second) == {"1": 1, "2": 9}
+    scheduler.add(request(3, [5] * 9))
+    scheduler.update(first, [1])
+    third = scheduler.schedule()
+    assert third.num_prefix_hits == 8 and counts(third) == {"1": 1, "2": 1, "3": 1}
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_walks_meet_what_they_are_meant_to_meet(max_in_flight):
+    totals, lost = [0, 0, 0], [0, 0]
     for seed in range(60):
-        walk = Walk(seed)
+        walk = Walk(seed, max_in_flight)
         for _ in walk.steps(num_requests=25):
             pass
         totals = [a + b for a, b in zip(totals, (walk.num_preempted, walk.num_readmitted, walk.num_hits))]
+        lost = [a + b for a, b in zip(lost, (walk.num_dropped, walk.num_looked_again))]
     assert min(totals) > 60, f"preemptions, readmissions and prefix hits must all be common, got {totals}"
+    if max_in_flight:
+        assert min(lost) > 60, f"rows of stopped sequences and plans given up must be common, got {lost}"
+    else:
+        assert lost == [0, 0]
 
 
 def test_step_without_requests_is_empty():
@@ -222,7 +267,7 @@ def test_only_sequences_whose_last_token_is_computed_are_sampled():
     assert scheduler.update(plan, []) == []
     plan = scheduler.schedule()
     (seq,) = plan.sampled
-    assert scheduler.update(plan, [7]) == [(seq, 7)] and seq.output_token_ids == [7]
+    assert scheduler.update(plan, [7]) == [(0, seq, 7)] and seq.output_token_ids == [7]
 
 
 def test_without_chunked_prefill_a_prompt_waits_until_all_of_it_fits_the_step():

@@ -95,6 +95,41 @@ def test_preemption_with_a_prefix_cache_changes_nothing(model, programs_dir, exp
     small.close()
 
 
+def stopping_requests(expected) -> list[Request]:
+    """Requests that end in every way that the host learns of late, at tokens that they are known to reach."""
+    requests = []
+    for number, (request, whole) in enumerate(zip(mixed_requests(), expected)):
+        token = whole.token_ids[5 + number]
+        ways = [
+            {"stop_token_ids": [token]},
+            {"stop_token_ids": [token], "min_tokens": 9 + number},
+            {"stop": whole.text[8:11] or "x"},
+            {"max_tokens": 1 + number},
+        ]
+        fields = {name: getattr(request.params, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+        requests.append(Request(request.prompt, params(**fields | ways[number % len(ways)])))
+    return requests
+
+
+def test_overlap_on_equals_overlap_off(model, programs_dir, engine, expected):
+    """Also on a pool so small that sequences are preempted while others stop in a step in flight."""
+    assert engine.config.async_scheduling
+    outputs = {}
+    for overlap in (True, False):
+        small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=192, async_scheduling=overlap)
+        requests = mixed_requests() + stopping_requests(expected)
+        outputs[overlap] = run(small, requests, check_every_step=True)
+        assert small.scheduler.num_preemptions > 0
+        small.close()
+    assert_same(expected, outputs[True][: len(expected)])
+    assert_same(outputs[False], outputs[True])
+    for with_overlap, without in zip(outputs[True], outputs[False]):
+        assert with_overlap.finish_reason == without.finish_reason
+        assert (with_overlap.text, with_overlap.stop_reason) == (without.text, without.stop_reason)
+    reasons = {(output.finish_reason, type(output.stop_reason)) for output in outputs[True]}
+    assert reasons >= {("length", type(None)), ("stop", int), ("stop", str)}
+
+
 def test_a_seed_repeats_its_draws_and_another_seed_does_not(engine):
     def draw(seed):
         request = Request([5, 6, 7], params(temperature=1.0, seed=seed, logprobs=None))

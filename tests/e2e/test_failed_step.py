@@ -9,39 +9,55 @@ from jpaged.sampling_params import SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory, programs_dir):
-    engine = make_engine(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), programs_dir)
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no overlap"])
+def engine(request, tmp_path_factory, programs_dir):
+    model = str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
+    engine = make_engine(model, programs_dir, async_scheduling=request.param)
     yield engine
     engine.close()
 
 
-def break_steps(engine, monkeypatch, breaks):
-    """Makes a step fail after it has consumed the pool, wherever breaks(step number, batch) says so."""
-    run_step, count = engine.runner.run, iter(range(10**6))
+class Broken:
+    """The result of a step that fails when somebody reads it."""
 
-    def broken(batch, sampling, num_sampled):
+    is_ready = True
+
+    def read(self):
+        raise RuntimeError("out of luck")
+
+
+def break_steps(engine, monkeypatch, breaks, *, when_read: bool):
+    """Makes a step fail after it has consumed the pool, wherever breaks(step number, batch) says so: at once, or late,
+    when its result is read and the next step may be in flight."""
+    submit, count = engine.runner.submit, iter(range(10**6))
+
+    def broken(step):
         number = next(count)
-        result = run_step(batch, sampling, num_sampled)
-        if breaks(number, batch):
-            engine.runner.pool.arrays[0].delete()
-            raise RuntimeError("out of luck")
-        return result
+        result = submit(step)
+        if not breaks(number, step.batch):
+            return result
+        if when_read:
+            return Broken()
+        result.read()
+        engine.runner.state.pool.arrays[0].delete()
+        raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(engine.runner, "run", broken)
+    monkeypatch.setattr(engine.runner, "submit", broken)
 
 
-def test_a_step_that_fails_once_changes_no_answer(engine, monkeypatch):
+@pytest.mark.parametrize("when_read", [False, True])
+def test_a_step_that_fails_once_changes_no_answer(engine, monkeypatch, when_read):
     requests = [Request([7, 8, 9] * n, GREEDY) for n in (1, 7, 13)]
     expected = run(engine, requests)
-    break_steps(engine, monkeypatch, lambda number, batch: number in (0, 5))
+    break_steps(engine, monkeypatch, lambda number, batch: number in (0, 5), when_read=when_read)
     assert [o.token_ids for o in run(engine, requests, check_every_step=True)] == [o.token_ids for o in expected]
 
 
-def test_a_request_that_breaks_every_step_fails_alone(engine, monkeypatch):
+@pytest.mark.parametrize("when_read", [False, True])
+def test_a_request_that_breaks_every_step_fails_alone(engine, monkeypatch, when_read):
     good, poison = Request([7, 8, 9], GREEDY), 255
     expected = run(engine, [good])[0].token_ids
-    break_steps(engine, monkeypatch, lambda number, batch: poison in batch.token_ids)
+    break_steps(engine, monkeypatch, lambda number, batch: poison in batch.token_ids, when_read=when_read)
     engine.add_request("good", good.prompt, good.params)
     engine.add_request("bad", [poison] * 5, GREEDY)
     tokens, errors = {"good": [], "bad": []}, {}

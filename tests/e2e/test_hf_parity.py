@@ -10,8 +10,8 @@ import pytest
 from engines import Request, make_engine, run
 from flax import nnx
 
-from jpaged.batch import empty_step
 from jpaged.config import DEFAULT_MODEL
+from jpaged.packed_step import PackedStep
 from jpaged.sampling_params import SamplingParams
 
 PROMPTS = json.loads((Path(__file__).parent.parent / "fixtures" / "smollm2_greedy.json").read_text())["prompts"]
@@ -39,9 +39,10 @@ def teacher_forced_logprobs(engine) -> np.ndarray:
     runner, block_size = engine.runner, engine.spec.block_size
     sequences = [p["prompt_token_ids"] + p["token_ids"] for p in PROMPTS]
     ends = np.cumsum([len(ids) for ids in sequences])
-    batch, _ = empty_step(
-        ends[-1], len(PROMPTS) * NUM_TOKENS, num_seqs=len(PROMPTS), max_blocks=runner.spec.max_blocks_per_seq
+    packing = PackedStep(
+        int(ends[-1]), len(PROMPTS) * NUM_TOKENS, num_seqs=len(PROMPTS), max_blocks=runner.spec.max_blocks_per_seq
     )
+    _, batch, _ = packing.empty()
     meta, next_block = batch.attention, 1
     meta.query_start_loc[1:], meta.distribution[2] = ends, len(PROMPTS)
     for i, (ids, end) in enumerate(zip(sequences, ends)):
@@ -62,7 +63,7 @@ def teacher_forced_logprobs(engine) -> np.ndarray:
         logprobs = jax.nn.log_softmax(model(batch, pool)[0], axis=-1)
         return jnp.take_along_axis(logprobs, expected, axis=-1)
 
-    return np.asarray(forward(batch, runner.pool)).reshape(len(PROMPTS), NUM_TOKENS)
+    return np.asarray(forward(batch, runner.state.pool)).reshape(len(PROMPTS), NUM_TOKENS)
 
 
 def test_greedy_tokens_in_float32_are_those_of_hugging_face(engine):

@@ -12,33 +12,33 @@ from tiny_model import make_tiny_model
 def lowered(tmp_path_factory, programs_dir):
     engine = make_engine(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), programs_dir, num_blocks_override=4096)
     runner = engine.runner
-    arguments = runner.step.arguments((8, 8), runner.spec.num_blocks, runner.spec.max_blocks_per_seq)
-    yield runner, arguments
+    packing = runner.step.packing((8, 8), runner.spec.max_blocks_per_seq)
+    yield runner, runner.step.jitted(packing), runner.step.arguments(packing, runner.spec.num_blocks)
     engine.close()
 
 
 def pool_bytes(runner) -> int:
-    return sum(leaf.nbytes for leaf in runner.pool.arrays)
+    return sum(leaf.nbytes for leaf in runner.state.pool.arrays)
 
 
 def pool_copies(runner, compiled) -> list[str]:
-    shapes = {",".join(map(str, leaf.shape)) for leaf in runner.pool.arrays}
+    shapes = {",".join(map(str, leaf.shape)) for leaf in runner.state.pool.arrays}
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
     return [shape for shape in copies if shape in shapes]
 
 
 def test_the_step_updates_the_pool_in_place(lowered):
-    runner, arguments = lowered
-    compiled = runner.step.jitted.lower(*arguments).compile()
+    runner, jitted, arguments = lowered
+    compiled = jitted.lower(*arguments).compile()
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == pool_bytes(runner)
+    assert memory.alias_size_in_bytes == pool_bytes(runner) + runner.state.newest_tokens.nbytes
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes(runner)
     assert pool_copies(runner, compiled) == []
 
 
 def test_a_step_without_donation_fails_that_gate(lowered):
-    runner, arguments = lowered
-    undonated = jax.jit(runner.step.jitted.__wrapped__)
+    runner, jitted, arguments = lowered
+    undonated = jax.jit(jitted.__wrapped__)
     compiled = undonated.lower(*arguments).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert pool_copies(runner, compiled) or compiled.memory_analysis().temp_size_in_bytes >= 0.05 * pool_bytes(runner)
