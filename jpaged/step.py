@@ -23,7 +23,8 @@ from jpaged.sampling_batch import Sampled
 from models.config import ModelConfig
 from models.layers import MODEL_AXIS
 from models.registry import model_class
-from pallas_kernels import LayerPool, PoolLayout, make_pool, pool_struct
+from models.types import Pools
+from pallas_kernels import PoolLayout, make_pool, pool_struct
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +32,7 @@ from pallas_kernels import LayerPool, PoolLayout, make_pool, pool_struct
 class DeviceState:
     """What stays on the device from step to step. Donated: a step makes the next one of it, in place."""
 
-    pool: LayerPool
+    pools: Pools
     newest_tokens: Int[Array, "rows"]  # the token sampled last for the sequence in each of the host's rows
 
 
@@ -44,16 +45,16 @@ def step(graphdef, treedef, max_logprobs, packing: PackedStep, leaves, state: De
     newest = state.newest_tokens[jnp.maximum(-1 - batch.token_ids, 0)]
     batch = replace(batch, token_ids=jnp.where(batch.token_ids < 0, newest, batch.token_ids))
     model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-    logits, pool = model(batch, state.pool)
+    logits, pools = model(batch, state.pools)
     sampled = sample(logits, sampling, max_logprobs=max_logprobs)
     newest_tokens = state.newest_tokens.at[sampling.state_rows].set(sampled.token_ids, mode="drop")
-    return DeviceState(pool, newest_tokens), sampled
+    return DeviceState(pools, newest_tokens), sampled
 
 
 class StepFunction:
     """`jitted` makes a program's step, its state donated; `arguments` are the shapes that it takes.
 
-    The mesh's platform decides the pool's form. Raises ValueError for a model that this mesh cannot hold.
+    The mesh's platform decides the pools' form. Raises ValueError for a model that this mesh cannot hold.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, mesh: Mesh):
@@ -77,13 +78,15 @@ class StepFunction:
             num_shards=mesh.size,
         )
 
+        self.roll_layers = platform == "cpu"
+
         def build():
             return model_class(model.architecture)(
                 model,
                 self.layout,
                 dtype=self.dtype,
                 mesh=mesh,
-                roll_layers=platform == "cpu",
+                roll_layers=self.roll_layers,
                 implementation=config.attention_backend,
             )
 
@@ -107,13 +110,21 @@ class StepFunction:
 
     def state(self, num_blocks: int) -> DeviceState:
         """The shapes of the state with num_blocks blocks for each layer."""
-        pool = pool_struct(self.layout, num_blocks * self.model.num_layers, self.pool_sharding)
-        return DeviceState(pool, self._struct(self.config.max_num_seqs))
+        pools = self._pools(num_blocks, partial(pool_struct, sharding=self.pool_sharding))
+        return DeviceState(pools, self._struct(self.config.max_num_seqs))
 
     def make_state(self, num_blocks: int) -> DeviceState:
         """The state before the first step: zeros. To be jitted, with `state_shardings`."""
-        pool = make_pool(self.layout, num_blocks * self.model.num_layers)
-        return DeviceState(pool, jnp.zeros(self.config.max_num_seqs, jnp.int32))
+        return DeviceState(self._pools(num_blocks, make_pool), jnp.zeros(self.config.max_num_seqs, jnp.int32))
+
+    def _pools(self, num_blocks: int, make) -> Pools:
+        """One pool for each layer, or one of all layers where they are a loop on the device.
+
+        A pool a layer keeps the elements of an array below 2**31, and needs no block tables of its own.
+        """
+        num_layers = self.model.num_layers
+        num_pools = 1 if self.roll_layers else num_layers
+        return tuple(make(self.layout, num_blocks * num_layers // num_pools) for _ in range(num_pools))
 
     def arguments(self, packing: PackedStep, num_blocks: int) -> tuple:
         """What a step is called with: leaves, state and the host's input, as shapes with shardings."""
@@ -138,7 +149,7 @@ class StepFunction:
         return self.layout.shard.bytes_per_block * self.model.num_layers
 
     def measure(self, bucket: tuple[int, int]) -> StepMemory:
-        """Compiles a bucket against a pool of two blocks and reads what it needs beside weights and pool."""
+        """Compiles a bucket against pools of two blocks and reads what it needs beside weights and pool."""
         max_blocks = -(-self.model.max_position // self.layout.block_size)
         packing = self.packing(bucket, max_blocks)
         analysis = self.jitted(packing).lower(*self.arguments(packing, 2)).compile().memory_analysis()

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from models.attention import Attention, paged_attention
 from models.config import ModelConfig
 from models.layers import Embed, GatedMLP, Linear, RMSNorm, RopeTables, rope_tables
-from models.types import ForwardBatch
-from pallas_kernels import LayerPool, PoolLayout
+from models.types import ForwardBatch, Pools
+from pallas_kernels import PoolLayout
 
 
 class LlamaLayer(nnx.Module):
@@ -52,9 +52,9 @@ class LlamaModel(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """(batch, pool) -> (logits of the sampled rows, pool). One pool holds all layers, one after the other.
+    """(batch, pools) -> (logits of the sampled rows, pools). Each layer has a pool, but with roll_layers.
 
-    roll_layers makes the layers a loop on the device: attention is compiled once, and each turn picks its own weights
+    roll_layers makes the layers a loop on the device, over one pool that holds all of them one after the other: attention is compiled once, and each turn picks its own weights
     by `lax.switch`, which copies none of them (a scan over stacked weights does). On XLA:CPU this is as fast as a
     program of all layers in a row and compiles in less than half the time. Elsewhere the layers are unrolled, so that
     the compiler can fetch the next layer's weights early.
@@ -78,8 +78,8 @@ class Llama(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.embed_dim, config.vocab_size, dtype=dtype, shard="column")
 
-    def __call__(self, batch: ForwardBatch, pool: LayerPool) -> tuple[Float[Array, "R V"], LayerPool]:
-        config, num_blocks = self.config, pool.num_blocks // self.config.num_layers
+    def __call__(self, batch: ForwardBatch, pools: Pools) -> tuple[Float[Array, "R V"], Pools]:
+        config = self.config
         rope = rope_tables(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
         layers = [nnx.split(layer) for layer in self.model.layers]
 
@@ -87,20 +87,23 @@ class Llama(nnx.Module):
             halves = [partial(_half_layer, half, graphdef, state) for graphdef, state in layers]
             return jax.lax.switch(index, halves, *args) if self.roll_layers else halves[index](*args)
 
-        def run_layer(index, carry):
-            x, pool = carry
-            meta = batch.attention.at_block(index * num_blocks, self.layout.block_size)
+        def run_layer(index, x, pool, meta):
             q, k, v = run(LlamaLayer.before_attention, index, x, rope)
             attended, pool = self.attention(q, k, v, pool, meta)
             return run(LlamaLayer.after_attention, index, x, attended), pool
 
-        carry = self.model.embed_tokens(batch.token_ids), pool
+        x = self.model.embed_tokens(batch.token_ids)
         if self.roll_layers:
-            carry = jax.lax.fori_loop(0, config.num_layers, run_layer, carry)
+            num_blocks = pools[0].num_blocks // config.num_layers
+
+            def turn(index, carry):
+                return run_layer(index, *carry, batch.attention.at_block(index * num_blocks, self.layout.block_size))
+
+            x, *pools = jax.lax.fori_loop(0, config.num_layers, turn, (x, *pools))
         else:
-            for index in range(config.num_layers):
-                carry = run_layer(index, carry)
-        x, pool = carry
+            pools = list(pools)
+            for index, pool in enumerate(pools):
+                x, pools[index] = run_layer(index, x, pool, batch.attention)
         x = self.model.norm(x[batch.logits_indices])
         head = self.model.embed_tokens.attend if config.tie_word_embeddings else self.lm_head
-        return head(x), pool
+        return head(x), tuple(pools)
