@@ -22,11 +22,11 @@ from pallas_kernels import PoolLayout
 class LlamaLayer(nnx.Module):
     """One pre-norm decoder layer, in two halves; the residual stream x is float32 whatever the weights are."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, partial_sums: jnp.dtype):
         self.input_layernorm = RMSNorm(config.embed_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype)
+        self.self_attn = Attention(config, dtype=dtype, partial_sums=partial_sums)
         self.post_attention_layernorm = RMSNorm(config.embed_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.embed_dim, config.mlp_dim, dtype=dtype)
+        self.mlp = GatedMLP(config.embed_dim, config.mlp_dim, dtype=dtype, partial_sums=partial_sums)
 
     def before_attention(self, x: Float[Array, "T E"], rope: RopeTables):
         return self.self_attn.project(self.input_layernorm(x), rope)
@@ -45,9 +45,11 @@ def _half_layer(half: Callable, graphdef, state, *args):
 class LlamaModel(nnx.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, partial_sums: jnp.dtype):
         self.embed_tokens = Embed(config.vocab_size, config.embed_dim, dtype=dtype)
-        self.layers = nnx.List([LlamaLayer(config, dtype=dtype) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [LlamaLayer(config, dtype=dtype, partial_sums=partial_sums) for _ in range(config.num_layers)]
+        )
         self.norm = RMSNorm(config.embed_dim, eps=config.rms_norm_eps, dtype=dtype)
 
 
@@ -74,7 +76,10 @@ class Llama(nnx.Module):
         self.layout = layout
         self.roll_layers = roll_layers
         self.attention = partial(paged_attention, mesh=mesh, layout=layout, implementation=implementation)
-        self.model = LlamaModel(config, dtype=dtype)
+        # A mesh adds what its devices computed in the weights' dtype: in float32 it would send twice the bytes. XLA:CPU,
+        # where a mesh is for tests, is slow at anything but float32 results.
+        partial_sums = dtype if mesh.size > 1 and not roll_layers else jnp.dtype(jnp.float32)
+        self.model = LlamaModel(config, dtype=dtype, partial_sums=partial_sums)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.embed_dim, config.vocab_size, dtype=dtype, shard="column")
 
