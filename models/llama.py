@@ -37,9 +37,9 @@ class LlamaLayer(nnx.Module):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _half_layer(half: Callable, graphdef, state, *args):
-    """One half as a function of its own: all layers are alike, so jit traces it once and not once a layer."""
-    return half(nnx.merge(graphdef, state), *args)
+def _of_layer(function: Callable, graphdef, state, *args):
+    """A function of a layer as a function of its own: all layers are alike, so jit traces it once, not once a layer."""
+    return function(nnx.merge(graphdef, state), *args)
 
 
 class LlamaModel(nnx.Module):
@@ -87,28 +87,30 @@ class Llama(nnx.Module):
         config = self.config
         rope = rope_tables(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
         layers = [nnx.split(layer) for layer in self.model.layers]
-
-        def run(half, index, *args):
-            halves = [partial(_half_layer, half, graphdef, state) for graphdef, state in layers]
-            return jax.lax.switch(index, halves, *args) if self.roll_layers else halves[index](*args)
-
-        def run_layer(index, x, pool, meta):
-            q, k, v = run(LlamaLayer.before_attention, index, x, rope)
-            attended, pool = self.attention(q, k, v, pool, meta)
-            return run(LlamaLayer.after_attention, index, x, attended), pool
-
         x = self.model.embed_tokens(batch.token_ids)
+
+        def whole_layer(layer, x, pool):
+            q, k, v = layer.before_attention(x, rope)
+            attended, pool = self.attention(q, k, v, pool, batch.attention)
+            return layer.after_attention(x, attended), pool
+
+        def switched(half, index, *args):
+            return jax.lax.switch(index, [partial(_of_layer, half, *layer) for layer in layers], *args)
+
+        def turn(index, carry):
+            x, pool = carry
+            num_blocks = pool.num_blocks // config.num_layers
+            meta = batch.attention.at_block(index * num_blocks, self.layout.block_size)
+            q, k, v = switched(LlamaLayer.before_attention, index, x, rope)
+            attended, pool = self.attention(q, k, v, pool, meta)
+            return switched(LlamaLayer.after_attention, index, x, attended), pool
+
         if self.roll_layers:
-            num_blocks = pools[0].num_blocks // config.num_layers
-
-            def turn(index, carry):
-                return run_layer(index, *carry, batch.attention.at_block(index * num_blocks, self.layout.block_size))
-
             x, *pools = jax.lax.fori_loop(0, config.num_layers, turn, (x, *pools))
         else:
             pools = list(pools)
-            for index, pool in enumerate(pools):
-                x, pools[index] = run_layer(index, x, pool, batch.attention)
+            for index, layer in enumerate(layers):
+                x, pools[index] = _of_layer(whole_layer, *layer, x, pools[index])
         x = self.model.norm(x[batch.logits_indices])
         head = self.model.embed_tokens.attend if config.tie_word_embeddings else self.lm_head
         return head(x), tuple(pools)
