@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jpaged.sampling_batch import SamplingBatch
-from pallas_kernels import AnyArray, LayerPool
+from models.types import Pools
+from pallas_kernels import AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +33,7 @@ class RowState:
 class DeviceState:
     """Donated: a step makes the next state of it, in place."""
 
-    pool: LayerPool
+    pools: Pools
     rows: RowState
 
 

@@ -114,7 +114,7 @@ class ModelRunner:
         rows = self.state.rows
         for buffer in step.row_loads:
             rows = self._load_rows(rows, buffer)
-        state = DeviceState(self.state.pool, rows)
+        state = DeviceState(self.state.pools, rows)
         self.state, sampled = self.programs[step.bucket](self.leaves, state, step.buffer)
         return PendingResult(sampled, step.num_sampled, step.wants_logprobs)
 

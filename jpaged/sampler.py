@@ -1,12 +1,22 @@
 """sample(logits, parameters) -> tokens and log-probs: one program for every mix of requests."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jpaged.sampling_batch import Sampled, SamplingBatch
 
-_LANES = 128  # the vocabulary is summed in runs of this many tokens
+
+def _run_length(vocab: int) -> int:
+    """The vocabulary is summed in runs of this many tokens, about a vector register of a TPU.
+
+    Where it can be, a run divides an eighth of the vocabulary: on a mesh no run then lies on two devices. With runs
+    that do, XLA gathers the logits of half the vocabulary on every device.
+    """
+    part = vocab // math.gcd(vocab, 8)
+    return next((length for length in range(128, 63, -16) if part % length == 0), 128)
 
 
 def sample(
@@ -109,9 +119,10 @@ def _largest_threshold(order: Int[Array, "R V"], weights: Float[Array, "R V"], t
     return jax.lax.bitcast_convert_type(found ^ jnp.uint32(0x80000000), jnp.int32)
 
 
-def _runs(x: Float[Array, "R V"], padding: float = 0.0) -> Float[Array, "R runs lanes"]:
+def _runs(x: Float[Array, "R V"], padding: float = 0.0) -> Float[Array, "R runs length"]:
     rows, vocab = x.shape
-    return jnp.pad(x, ((0, 0), (0, -vocab % _LANES)), constant_values=padding).reshape(rows, -1, _LANES)
+    length = _run_length(vocab)
+    return jnp.pad(x, ((0, 0), (0, -vocab % length)), constant_values=padding).reshape(rows, -1, length)
 
 
 def _argmax(x: Float[Array, "R V"]) -> Int[Array, "R"]:
@@ -121,7 +132,8 @@ def _argmax(x: Float[Array, "R V"]) -> Int[Array, "R"]:
     top = jnp.max(jnp.max(runs, axis=1), axis=1)
     run = jnp.arange(runs.shape[1], dtype=jnp.int32)[:, None]
     first_run = jnp.min(jnp.where(runs == top[:, None, None], run, vocab), axis=1)
-    token = jnp.where(first_run < vocab, first_run * _LANES + jnp.arange(_LANES), vocab - 1)
+    length = runs.shape[2]
+    token = jnp.where(first_run < vocab, first_run * length + jnp.arange(length), vocab - 1)
     return jnp.min(token, axis=1)
 
 
@@ -146,7 +158,7 @@ def _inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, "R"]) -> In
     ends = jnp.where(inside > 0, jnp.cumsum(inside, axis=1), 0.0)
     # Rounding can leave the run's own sum a hair under the residual: then its last positive token is meant.
     residual = jnp.clip(residual, 0.0, jnp.nextafter(jnp.max(ends, axis=1), jnp.float32(0)))
-    return (run * _LANES + jnp.argmax(ends > residual[:, None], axis=1)).astype(jnp.int32)
+    return (run * runs.shape[2] + jnp.argmax(ends > residual[:, None], axis=1)).astype(jnp.int32)
 
 
 def _logprobs(logits, token_ids, max_logprobs: int):

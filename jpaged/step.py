@@ -24,6 +24,7 @@ from jpaged.step_input import StepInput, forward_batch, next_decode, sampled_pos
 from models.config import ModelConfig
 from models.layers import MODEL_AXIS
 from models.registry import model_class
+from models.types import Pools
 from pallas_kernels import PoolLayout, make_pool, pool_struct
 
 
@@ -39,12 +40,13 @@ def step(
     rows = extend_tables(state.rows, host.table_updates)
 
     def compute(host: StepInput, state: DeviceState) -> tuple[DeviceState, Sampled]:
-        logits, pool = model(forward_batch(host, state.rows, state.pool.block_size), state.pool)
+        block_size = state.pools[0].block_size
+        logits, pools = model(forward_batch(host, state.rows, block_size), state.pools)
         sampling = jax.tree.map(lambda table: table[host.sampled_rows], state.rows.sampling)
         positions = sampled_positions(host)
         sampled = sample(logits, sampling, positions, max_logprobs=max_logprobs)
         newest = state.rows.newest_tokens.at[host.sampled_rows].set(sampled.token_ids)
-        return DeviceState(pool, replace(state.rows, newest_tokens=newest)), sampled
+        return DeviceState(pools, replace(state.rows, newest_tokens=newest)), sampled
 
     state, first = compute(host, replace(state, rows=rows))
     if max_decodes == 1:
@@ -74,7 +76,7 @@ def step(
 class StepFunction:
     """`jitted` makes a program's step, its state donated; `arguments` are the shapes that it takes.
 
-    The mesh's platform decides the pool's form. Raises ValueError for a model that this mesh cannot hold.
+    The mesh's platform decides the pools' form. Raises ValueError for a model that this mesh cannot hold.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, mesh: Mesh):
@@ -98,13 +100,15 @@ class StepFunction:
             num_shards=mesh.size,
         )
 
+        self.roll_layers = platform == "cpu"
+
         def build():
             return model_class(model.architecture)(
                 model,
                 self.layout,
                 dtype=self.dtype,
                 mesh=mesh,
-                roll_layers=platform == "cpu",
+                roll_layers=self.roll_layers,
                 implementation=config.attention_backend,
             )
 
@@ -131,16 +135,23 @@ class StepFunction:
 
     def state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
         """The shapes of the state with num_blocks blocks for each layer."""
-        pool = pool_struct(self.layout, num_blocks * self.model.num_layers, self.pool_sharding)
+        pools = self._pools(num_blocks, partial(pool_struct, sharding=self.pool_sharding))
         rows = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq)
-        return DeviceState(pool, jax.tree.map(lambda leaf: self._struct(leaf.shape, leaf.dtype), rows))
+        return DeviceState(pools, jax.tree.map(lambda leaf: self._struct(leaf.shape, leaf.dtype), rows))
 
     def make_state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
         """The state before the first step. To be jitted, with `state_shardings`."""
-        pool = make_pool(self.layout, num_blocks * self.model.num_layers)
-        return DeviceState(
-            pool, jax.tree.map(jnp.asarray, RowState.initial(self.config.max_num_seqs, max_blocks_per_seq))
-        )
+        rows = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq)
+        return DeviceState(self._pools(num_blocks, make_pool), jax.tree.map(jnp.asarray, rows))
+
+    def _pools(self, num_blocks: int, make) -> Pools:
+        """One pool for each layer, or one of all layers where they are a loop on the device.
+
+        A pool a layer keeps the elements of an array below 2**31, and needs no block tables of its own.
+        """
+        num_layers = self.model.num_layers
+        num_pools = 1 if self.roll_layers else num_layers
+        return tuple(make(self.layout, num_blocks * num_layers // num_pools) for _ in range(num_pools))
 
     def jitted_load(self, max_blocks_per_seq: int):
         """(rows, packed `RowLoad`) -> rows."""
@@ -180,7 +191,7 @@ class StepFunction:
         return self.layout.shard.bytes_per_block * self.model.num_layers
 
     def measure(self, bucket: tuple[int, int]) -> StepMemory:
-        """Compiles a bucket against a pool of two blocks and reads what it needs beside weights and pool."""
+        """Compiles a bucket against pools of two blocks and reads what it needs beside weights and pool."""
         max_blocks = -(-self.model.max_position // self.layout.block_size)
         analysis = self.jitted(bucket).lower(*self.arguments(bucket, 2, max_blocks)).compile().memory_analysis()
         return StepMemory(

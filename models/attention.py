@@ -15,12 +15,12 @@ from pallas_kernels import AttentionMetadata, LayerPool, PoolLayout, kv_write, r
 class Attention(nnx.Module):
     """The projections of grouped-query attention; what lies between them is `paged_attention`."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, partial_sums: jnp.dtype):
         q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = Linear(config.embed_dim, q_dim, dtype=dtype, shard="column")
         self.k_proj = Linear(config.embed_dim, kv_dim, dtype=dtype, shard="column")
         self.v_proj = Linear(config.embed_dim, kv_dim, dtype=dtype, shard="column")
-        self.o_proj = Linear(q_dim, config.embed_dim, dtype=dtype, shard="row")
+        self.o_proj = Linear(q_dim, config.embed_dim, dtype=dtype, shard="row", partial_sums=partial_sums)
         self.head_dim = config.head_dim
 
     def project(self, x: Float[Array, "T E"], rope: RopeTables):

@@ -15,8 +15,8 @@ RopeTables = tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
 """(cos, sin) of every token's angles; the same for all layers."""
 
 
-def matmul(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
-    """x @ weight.T in the weight's dtype, accumulated and returned in float32.
+def matmul(x: Float[Array, "... I"], weight: Float[Array, "O I"], out=jnp.float32) -> Float[Array, "... O"]:
+    """x @ weight.T in the weight's dtype, accumulated in float32 and returned as `out`.
 
     The one form that XLA:CPU runs fast in bfloat16 (contract the last axis of both, float32 out); others are 7 to 35
     times slower, and this is as good as any on accelerators. Every matmul with a weight goes through here.
@@ -25,19 +25,23 @@ def matmul(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array
         x.astype(weight.dtype),
         weight,
         (((x.ndim - 1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=out,
     )
 
 
 class Linear(nnx.Module):
-    """weight is [out, in], as in checkpoints. Sharded over its outputs (column) or its inputs (row)."""
+    """weight is [out, in], as in checkpoints. Sharded over its outputs (column) or its inputs (row).
 
-    def __init__(self, in_dim: int, out_dim: int, *, dtype: jnp.dtype, shard: str):
+    `partial_sums` is the dtype in which a row-sharded result leaves its device to be added to the others'.
+    """
+
+    def __init__(self, in_dim: int, out_dim: int, *, dtype: jnp.dtype, shard: str, partial_sums=jnp.float32):
         spec = {"column": (MODEL_AXIS, None), "row": (None, MODEL_AXIS)}[shard]
         self.weight = nnx.Param(jnp.zeros((out_dim, in_dim), dtype), out_sharding=spec)
+        self.partial_sums = partial_sums
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        return matmul(x, self.weight[...])
+        return matmul(x, self.weight[...], self.partial_sums)
 
 
 class Embed(nnx.Module):
@@ -68,10 +72,10 @@ class RMSNorm(nnx.Module):
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)). Gate and up stay separate matrices: fused ones compile badly on TPU."""
 
-    def __init__(self, embed_dim: int, mlp_dim: int, *, dtype: jnp.dtype):
+    def __init__(self, embed_dim: int, mlp_dim: int, *, dtype: jnp.dtype, partial_sums: jnp.dtype):
         self.gate_proj = Linear(embed_dim, mlp_dim, dtype=dtype, shard="column")
         self.up_proj = Linear(embed_dim, mlp_dim, dtype=dtype, shard="column")
-        self.down_proj = Linear(mlp_dim, embed_dim, dtype=dtype, shard="row")
+        self.down_proj = Linear(mlp_dim, embed_dim, dtype=dtype, shard="row", partial_sums=partial_sums)
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

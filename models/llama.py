@@ -15,18 +15,18 @@ from jaxtyping import Array, Float
 from models.attention import Attention, paged_attention
 from models.config import ModelConfig
 from models.layers import Embed, GatedMLP, Linear, RMSNorm, RopeTables, rope_tables
-from models.types import ForwardBatch
-from pallas_kernels import LayerPool, PoolLayout
+from models.types import ForwardBatch, Pools
+from pallas_kernels import PoolLayout
 
 
 class LlamaLayer(nnx.Module):
     """One pre-norm decoder layer, in two halves; the residual stream x is float32 whatever the weights are."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, partial_sums: jnp.dtype):
         self.input_layernorm = RMSNorm(config.embed_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype)
+        self.self_attn = Attention(config, dtype=dtype, partial_sums=partial_sums)
         self.post_attention_layernorm = RMSNorm(config.embed_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.embed_dim, config.mlp_dim, dtype=dtype)
+        self.mlp = GatedMLP(config.embed_dim, config.mlp_dim, dtype=dtype, partial_sums=partial_sums)
 
     def before_attention(self, x: Float[Array, "T E"], rope: RopeTables):
         return self.self_attn.project(self.input_layernorm(x), rope)
@@ -37,24 +37,26 @@ class LlamaLayer(nnx.Module):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _half_layer(half: Callable, graphdef, state, *args):
-    """One half as a function of its own: all layers are alike, so jit traces it once and not once a layer."""
-    return half(nnx.merge(graphdef, state), *args)
+def _of_layer(function: Callable, graphdef, state, *args):
+    """A function of a layer as a function of its own: all layers are alike, so jit traces it once, not once a layer."""
+    return function(nnx.merge(graphdef, state), *args)
 
 
 class LlamaModel(nnx.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, partial_sums: jnp.dtype):
         self.embed_tokens = Embed(config.vocab_size, config.embed_dim, dtype=dtype)
-        self.layers = nnx.List([LlamaLayer(config, dtype=dtype) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [LlamaLayer(config, dtype=dtype, partial_sums=partial_sums) for _ in range(config.num_layers)]
+        )
         self.norm = RMSNorm(config.embed_dim, eps=config.rms_norm_eps, dtype=dtype)
 
 
 class Llama(nnx.Module):
-    """(batch, pool) -> (logits of the sampled rows, pool). One pool holds all layers, one after the other.
+    """(batch, pools) -> (logits of the sampled rows, pools). Each layer has a pool, but with roll_layers.
 
-    roll_layers makes the layers a loop on the device: attention is compiled once, and each turn picks its own weights
+    roll_layers makes the layers a loop on the device, over one pool that holds all of them one after the other: attention is compiled once, and each turn picks its own weights
     by `lax.switch`, which copies none of them (a scan over stacked weights does). On XLA:CPU this is as fast as a
     program of all layers in a row and compiles in less than half the time. Elsewhere the layers are unrolled, so that
     the compiler can fetch the next layer's weights early.
@@ -74,33 +76,41 @@ class Llama(nnx.Module):
         self.layout = layout
         self.roll_layers = roll_layers
         self.attention = partial(paged_attention, mesh=mesh, layout=layout, implementation=implementation)
-        self.model = LlamaModel(config, dtype=dtype)
+        # A mesh adds what its devices computed in the weights' dtype: in float32 it would send twice the bytes. XLA:CPU,
+        # where a mesh is for tests, is slow at anything but float32 results.
+        partial_sums = dtype if mesh.size > 1 and not roll_layers else jnp.dtype(jnp.float32)
+        self.model = LlamaModel(config, dtype=dtype, partial_sums=partial_sums)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.embed_dim, config.vocab_size, dtype=dtype, shard="column")
 
-    def __call__(self, batch: ForwardBatch, pool: LayerPool) -> tuple[Float[Array, "R V"], LayerPool]:
-        config, num_blocks = self.config, pool.num_blocks // self.config.num_layers
+    def __call__(self, batch: ForwardBatch, pools: Pools) -> tuple[Float[Array, "R V"], Pools]:
+        config = self.config
         rope = rope_tables(batch.positions, config.head_dim, config.rope_theta, config.rope_scaling)
         layers = [nnx.split(layer) for layer in self.model.layers]
+        x = self.model.embed_tokens(batch.token_ids)
 
-        def run(half, index, *args):
-            halves = [partial(_half_layer, half, graphdef, state) for graphdef, state in layers]
-            return jax.lax.switch(index, halves, *args) if self.roll_layers else halves[index](*args)
+        def whole_layer(layer, x, pool):
+            q, k, v = layer.before_attention(x, rope)
+            attended, pool = self.attention(q, k, v, pool, batch.attention)
+            return layer.after_attention(x, attended), pool
 
-        def run_layer(index, carry):
+        def switched(half, index, *args):
+            return jax.lax.switch(index, [partial(_of_layer, half, *layer) for layer in layers], *args)
+
+        def turn(index, carry):
             x, pool = carry
+            num_blocks = pool.num_blocks // config.num_layers
             meta = batch.attention.at_block(index * num_blocks, self.layout.block_size)
-            q, k, v = run(LlamaLayer.before_attention, index, x, rope)
+            q, k, v = switched(LlamaLayer.before_attention, index, x, rope)
             attended, pool = self.attention(q, k, v, pool, meta)
-            return run(LlamaLayer.after_attention, index, x, attended), pool
+            return switched(LlamaLayer.after_attention, index, x, attended), pool
 
-        carry = self.model.embed_tokens(batch.token_ids), pool
         if self.roll_layers:
-            carry = jax.lax.fori_loop(0, config.num_layers, run_layer, carry)
+            x, *pools = jax.lax.fori_loop(0, config.num_layers, turn, (x, *pools))
         else:
-            for index in range(config.num_layers):
-                carry = run_layer(index, carry)
-        x, pool = carry
+            pools = list(pools)
+            for index, layer in enumerate(layers):
+                x, pools[index] = _of_layer(whole_layer, *layer, x, pools[index])
         x = self.model.norm(x[batch.logits_indices])
         head = self.model.embed_tokens.attend if config.tie_word_embeddings else self.lm_head
-        return head(x), pool
+        return head(x), tuple(pools)

@@ -1,11 +1,14 @@
-"""ForwardBatch: the device inputs of one step."""
+"""ForwardBatch and Pools: the device inputs of one step, and the state that it carries on."""
 
 from dataclasses import dataclass
 
 import jax
 from jaxtyping import Int
 
-from pallas_kernels import AnyArray, AttentionMetadata
+from pallas_kernels import AnyArray, AttentionMetadata, LayerPool
+
+Pools = tuple[LayerPool, ...]
+"""A model's KV: one pool a layer, or one pool of all layers one after the other."""
 
 
 @jax.tree_util.register_dataclass

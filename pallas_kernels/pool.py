@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from .layout import HALF_LANES, PoolLayout
 
@@ -88,7 +89,10 @@ def to_float32(stored: jax.Array, layout: PoolLayout) -> jax.Array:
 
 def read_blocks(pool: LayerPool, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys `[..., K, D, B]` and values `[..., K, B, D]` of blocks `ids` `[...]` of one shard, float32, unscaled."""
-    gathered = [to_float32(array[ids], pool.shard) for array in pool.arrays]
+    gathered = [array[ids] for array in pool.arrays]
+    if pool.shard.form == "tpu":  # else XLA:TPU gives the pool the layout that its reader would like: it copies all of it
+        gathered = [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in gathered]
+    gathered = [to_float32(x, pool.shard) for x in gathered]
     if pool.shard.form == "cpu":
         return tuple(gathered)
     keys, values = unpack_tokens(gathered[0], pool.shard)  # [..., B, K, D]

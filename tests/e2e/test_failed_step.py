@@ -39,7 +39,7 @@ def break_steps(engine, monkeypatch, breaks, *, when_read: bool):
         if when_read:
             return Broken()
         result.read()
-        engine.runner.state.pool.arrays[0].delete()
+        engine.runner.state.pools[0].arrays[0].delete()
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(engine.runner, "submit", broken)

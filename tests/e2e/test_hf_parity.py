@@ -69,11 +69,11 @@ def teacher_forced_logprobs(engine) -> np.ndarray:
     expected = np.array([p["token_ids"] for p in PROMPTS]).reshape(-1, 1)
 
     @jax.jit
-    def forward(batch, pool):
-        logprobs = jax.nn.log_softmax(model(batch, pool)[0], axis=-1)
+    def forward(batch, pools):
+        logprobs = jax.nn.log_softmax(model(batch, pools)[0], axis=-1)
         return jnp.take_along_axis(logprobs, expected, axis=-1)
 
-    return np.asarray(forward(batch, runner.state.pool)).reshape(len(PROMPTS), NUM_TOKENS)
+    return np.asarray(forward(batch, runner.state.pools)).reshape(len(PROMPTS), NUM_TOKENS)
 
 
 def test_greedy_tokens_in_float32_are_those_of_hugging_face(engine):

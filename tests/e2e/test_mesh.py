@@ -13,7 +13,7 @@ from engines import Request, make_engine, run
 from jpaged.sampling_params import SamplingParams
 folder, programs_dir, size = sys.argv[1:]
 engine = make_engine(folder, programs_dir, tensor_parallel_size=int(size))
-assert len(engine.runner.state.pool.arrays[0].sharding.device_set) == int(size)
+assert len(engine.runner.state.pools[0].arrays[0].sharding.device_set) == int(size)
 kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}]
 requests = [
     Request(list(range(3, 3 + length)), SamplingParams(max_tokens=16, ignore_eos=True, **kinds[length % 2]))

@@ -18,11 +18,11 @@ def lowered(tmp_path_factory, programs_dir):
 
 
 def pool_bytes(runner) -> int:
-    return sum(leaf.nbytes for leaf in runner.state.pool.arrays)
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state.pools))
 
 
 def pool_copies(runner, compiled) -> list[str]:
-    shapes = {",".join(map(str, leaf.shape)) for leaf in runner.state.pool.arrays}
+    shapes = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(runner.state.pools)}
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
     return [shape for shape in copies if shape in shapes]
 
