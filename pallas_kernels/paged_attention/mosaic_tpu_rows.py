@@ -1,0 +1,145 @@
+"""Rows of numbers in a TPU's VMEM: from 32-bit words to keys, values and queries, and back.
+
+What lies in VMEM is `[..., pk, lanes]`, the pool's form: `pk` rows share the sublanes of 32-bit words. Read as such, one
+row would take a register of its own; read as words (a bitcast of the reference, which moves nothing), 8 tokens fill
+one register, and shifts take a row out of each word. The interpreter knows no bitcast of a reference: under `interpret`
+the same words are put together from the numbers.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..layout import LANES, PoolLayout
+
+
+def words_of(ref):
+    """A reference `[..., pk, lanes]` as 32-bit words `[rows, 128]`; the `lanes / 128` pieces of a row are neighbours."""
+    words = ref if ref.dtype.itemsize == 4 else ref.bitcast(jnp.int32)
+    return words.reshape(words.size // LANES, LANES)
+
+
+def load_words(ref, row: int | jax.Array, interpret):
+    """int32 `[C, lanes]`: the words of row group `row` of every token of `ref` `[C, R/pk, pk, lanes]`."""
+    count, groups, packing, lanes = ref.shape
+    if interpret:
+        bits = jax.lax.bitcast_convert_type(ref[:, row], jnp.dtype(f"uint{32 // packing}")).astype(jnp.uint32)
+        word = sum(bits[:, i] << (32 // packing * i) for i in range(packing))
+        return jax.lax.bitcast_convert_type(word, jnp.int32)
+    words, pieces = words_of(ref), lanes // LANES
+    found = [_strided(words, row * pieces + i, count, groups * pieces) for i in range(pieces)]
+    return _as_int32(found[0] if pieces == 1 else jnp.concatenate(found, axis=1))
+
+
+def _strided(words, start, count, step):
+    return words[pl.ds(start, count) if step == 1 else pl.ds(start, count, step)]
+
+
+def _as_int32(x):
+    return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def zero_tokens(ref, begin, end, interpret):
+    """Stores zeros over tokens `[begin, end)` of `ref` `[C, R/pk, pk, lanes]`, in every row."""
+    count, groups, packing, lanes = ref.shape
+    if interpret:
+        token = jax.lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+        ref[...] = jnp.where((token >= begin) & (token < end), jnp.zeros((), ref.dtype), ref[...])
+        return
+    words, per_token = words_of(ref), groups * lanes // LANES
+    size = 64  # words rows at a time: enough stores to hide the loop, few enough for a short tail
+    begin, end = begin * per_token, end * per_token
+
+    def chunk(index, _):
+        at = pl.ds(pl.multiple_of(index * size, size), size)
+        row = index * size + jax.lax.broadcasted_iota(jnp.int32, (size, LANES), 0)
+        words[at] = jnp.where((row >= begin) & (row < end), jnp.zeros((), words.dtype), words[at])
+        return 0
+
+    jax.lax.fori_loop(jax.lax.div(begin, size), jax.lax.div(end + (size - 1), size), chunk, 0)
+
+
+def _unpack(word, index, layout: PoolLayout, dtype):
+    """Row number `index` of those that share a word, as `dtype`."""
+    if layout.packing == 1:
+        return jax.lax.bitcast_convert_type(word, jnp.float32).astype(dtype)
+    if layout.packing == 2:
+        if isinstance(index, int) and index == 1:
+            high = word & jnp.int32(-65536)
+        else:
+            high = word << (16 - 16 * index)
+        return jax.lax.bitcast_convert_type(high, jnp.float32).astype(dtype)  # exact: a bfloat16 is a float32's top half
+    top = word << (24 - 8 * index)
+    if layout.dtype == "int8":
+        return (top >> 24).astype(jnp.float32).astype(dtype)
+    return _fp8_to_float32(top).astype(dtype)
+
+
+def _fp8_to_float32(top):
+    """float8_e4m3fn from the highest byte of a word, by its bits: most chips have no such number, and Mosaic's own
+    conversion wants another arrangement of registers. A subnormal comes out of a normal number, for the chip has none.
+    """
+    magnitude = jax.lax.shift_right_logical(top, 4) & jnp.int32(0x7F << 20)
+    normal = jax.lax.bitcast_convert_type(magnitude + jnp.int32(120 << 23), jnp.float32)
+    value = jnp.where(magnitude < (1 << 23), 2 * normal - 2.0**-6, normal)
+    value = jnp.where(magnitude == (0x7F << 20), jnp.float32(jnp.nan), value)
+    sign = top & jnp.int32(-(2**31))
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(value, jnp.int32) | sign, jnp.float32)
+
+
+def load_head(ref, head: int | jax.Array, layout: PoolLayout, dtype, interpret):
+    """Keys and values `[C, lanes]` of a KV head, of the tokens of `ref` `[C, R/pk, pk, lanes]`.
+
+    Where a row holds K and V together both are that row: a query with zeros against V finds K, and of a sum of rows
+    only V's lanes are used. So nothing need be moved between lanes.
+    """
+
+    def row(number, word):
+        return _unpack(word, _rem(number, layout.packing), layout, dtype)
+
+    first = head if layout.packs_kv else 2 * head
+    word = load_words(ref, _div(first, layout.packing), interpret)
+    keys = row(first, word)
+    if layout.packs_kv:
+        return keys, keys
+    if layout.packing == 1:
+        word = load_words(ref, first + 1, interpret)
+    return keys, row(first + 1, word)
+
+
+def _div(x, y: int):
+    return x // y if isinstance(x, int) else jax.lax.div(x, y)
+
+
+def _rem(x, y: int):
+    return x % y if isinstance(x, int) else jax.lax.rem(x, y)
+
+
+def load_rows(ref, interpret):
+    """The rows `[n, lanes]` of `ref` `[..., pk, lanes]`, in its dtype, `n` the product of all axes but the last."""
+    *lead, packing, lanes = ref.shape
+    count = packing
+    for size in lead:
+        count *= size
+    if interpret:
+        return ref[...].reshape(count, lanes)
+    words, pieces = words_of(ref), lanes // LANES
+    found = [_strided(words, i, count // packing, pieces) for i in range(pieces)]
+    found = found[0] if pieces == 1 else jnp.concatenate(found, axis=1)
+    return found if packing == 1 else pltpu.bitcast(found, ref.dtype)
+
+
+def store_rows(ref, rows, interpret):
+    """The inverse of `load_rows`; `rows` in any float dtype."""
+    *_, packing, lanes = ref.shape
+    rows = rows.astype(ref.dtype)
+    if interpret:
+        ref[...] = rows.reshape(ref.shape)
+        return
+    words, pieces = words_of(ref), lanes // LANES
+    if packing > 1:
+        rows = pltpu.bitcast(rows, jnp.int32)
+    for i in range(pieces):
+        at = pl.ds(0, len(rows)) if pieces == 1 else pl.ds(i, len(rows), pieces)
+        words[at] = rows[:, i * LANES : (i + 1) * LANES]
