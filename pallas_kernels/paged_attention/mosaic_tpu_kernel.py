@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..tpu_dma import ceil_div, start_copies, wait_copies
 from .mosaic_tpu_rows import store_rows, zero_tokens
 from .mosaic_tpu_softmax import LOG2_E, Scoring, State, add_by_head, add_stacked
 
@@ -165,7 +166,7 @@ class _Pipeline:
         start = f * self.fetch
         end = jnp.where(self._is_resident(s), self.refs.seq_lens[s], tile.end)
         first = jax.lax.div(jnp.maximum(tile.begin, start), self.block_size)
-        return first, _ceil_div(jnp.minimum(end, start + self.fetch), self.block_size)
+        return first, ceil_div(jnp.minimum(end, start + self.fetch), self.block_size)
 
     # The producer.
 
@@ -213,7 +214,7 @@ class _Pipeline:
     # The consumer.
 
     def _sequence(self, s, carry):
-        num_tiles = _ceil_div(self.refs.starts[s + 1] - self.refs.starts[s], self.loop.tile_q)
+        num_tiles = ceil_div(self.refs.starts[s + 1] - self.refs.starts[s], self.loop.tile_q)
         return jax.lax.fori_loop(0, num_tiles, functools.partial(self._tile, s), carry)
 
     def _tile(self, s, j, carry):
@@ -240,7 +241,7 @@ class _Pipeline:
             return jnp.where(is_resident & jnp.logical_not(tile.is_last), count, count + 1)
 
         first_fetch = jax.lax.div(tile.begin, self.fetch)
-        num_fetches = jax.lax.fori_loop(first_fetch, _ceil_div(tile.end, self.fetch), fetch, num_fetches)
+        num_fetches = jax.lax.fori_loop(first_fetch, ceil_div(tile.end, self.fetch), fetch, num_fetches)
         self._finish(tile, slot)
         return num_tiles + 1, num_fetches
 
@@ -259,7 +260,7 @@ class _Pipeline:
             return 0
 
         def all_strips(head, _):
-            return jax.lax.fori_loop(0, _ceil_div(count, loop.strip), functools.partial(strip, head), 0)
+            return jax.lax.fori_loop(0, ceil_div(count, loop.strip), functools.partial(strip, head), 0)
 
         jax.lax.fori_loop(0, self.refs.q.shape[0], all_strips, 0)
 
@@ -293,7 +294,7 @@ class _Pipeline:
         """Adds the part `[held_from, held_to)` of what was fetched to the tile's rows."""
         loop, size, start = self.loop, self.loop.tile_kv, f * self.fetch
         begin = jax.lax.div(jnp.maximum(tile.begin - start, 0), size)
-        end = _ceil_div(jnp.minimum(tile.end - start, self.fetch), size)
+        end = ceil_div(jnp.minimum(tile.end - start, self.fetch), size)
         kv, interpret = self.refs.kv.at[buffer], loop.scoring.interpret
 
         # What was not brought may be anything, and 0 * NaN is NaN.
@@ -320,8 +321,8 @@ class _Pipeline:
         self._wait_out(slot)
         self._for_rows(tile.count, functools.partial(self._finish_rows, slot))
         self.refs.in_flight[slot] = tile.count
-        for copy in self._out_copies(tile.token, tile.count, slot):
-            copy(lambda descriptor: descriptor.start())
+        for copy in self._out_copies(tile.token, slot):
+            start_copies(tile.count, self.loop.tile_q, copy)
 
     def _finish_rows(self, slot, head, query, count: int):
         refs, interpret = self.refs, self.loop.scoring.interpret
@@ -336,31 +337,11 @@ class _Pipeline:
         if refs.lse is not None:
             store_rows(self.buffers.lse.at[part], lse * (1 / LOG2_E), interpret)
 
-    # Copies of a number of tokens that is data: one for each of its bits.
-
-    def _start_q(self, tile: Tile, slot):
-        for copy in self._q_copies(tile.token, tile.count, slot):
-            copy(lambda descriptor: descriptor.start())
-
-    def _wait_q(self, tile: Tile, slot):
-        for copy in self._q_copies(tile.token, tile.count, slot):
-            copy(lambda descriptor: descriptor.wait())
-
     def _wait_out(self, slot):
-        for copy in self._out_copies(0, self.refs.in_flight[slot], slot):
-            copy(lambda descriptor: descriptor.wait())
+        for copy in self._out_copies(0, slot):
+            wait_copies(self.refs.in_flight[slot], self.loop.tile_q, copy)
 
-    def _q_copies(self, token, count, slot):
-        def copy(at, size):
-            return pltpu.make_async_copy(
-                self.refs.q.at[:, pl.ds(token + at, size)],
-                self.buffers.q.at[slot, :, pl.ds(at, size)],
-                self.refs.q_sem.at[slot],
-            )
-
-        return _by_bits(count, self.loop.tile_q, copy)
-
-    def _out_copies(self, token, count, slot):
+    def _out_copies(self, token, slot):
         def copy(source, target, at, size):
             return pltpu.make_async_copy(
                 source.at[slot, :, pl.ds(at, size)],
@@ -368,32 +349,25 @@ class _Pipeline:
                 self.refs.out_sem.at[slot],
             )
 
-        copies = _by_bits(count, self.loop.tile_q, functools.partial(copy, self.buffers.out, self.refs.out))
-        if self.refs.lse is not None:
-            copies += _by_bits(count, self.loop.tile_q, functools.partial(copy, self.buffers.lse, self.refs.lse))
-        return copies
+        pairs = [(self.buffers.out, self.refs.out), (self.buffers.lse, self.refs.lse)]
+        return [functools.partial(copy, *pair) for pair in pairs[: 1 if self.refs.lse is None else 2]]
+
+    def _start_q(self, tile: Tile, slot):
+        start_copies(tile.count, self.loop.tile_q, functools.partial(self._q_copy, tile.token, slot))
+
+    def _wait_q(self, tile: Tile, slot):
+        wait_copies(tile.count, self.loop.tile_q, functools.partial(self._q_copy, tile.token, slot))
+
+    def _q_copy(self, token, slot, at, size):
+        return pltpu.make_async_copy(
+            self.refs.q.at[:, pl.ds(token + at, size)],
+            self.buffers.q.at[slot, :, pl.ds(at, size)],
+            self.refs.q_sem.at[slot],
+        )
 
     def _wait_kv(self, buffer, num_blocks):
-        """Waits for that many blocks, whichever they are: a wait counts bytes."""
-
         def copy(at, size):
-            any_blocks = self.refs.kv.at[buffer, pl.ds(0, size * self.block_size)]
-            return pltpu.make_async_copy(any_blocks, any_blocks, self.refs.kv_sem.at[buffer])
+            blocks = self.refs.kv.at[buffer, pl.ds(at * self.block_size, size * self.block_size)]
+            return pltpu.make_async_copy(blocks, blocks, self.refs.kv_sem.at[buffer])
 
-        for one in _by_bits(num_blocks, self.fetch // self.block_size, copy):
-            one(lambda descriptor: descriptor.wait())
-
-
-def _by_bits(count, limit: int, copy):
-    """Functions that act on `copy(at, size)` for sizes of a power of two that add up to `count <= limit`."""
-
-    def of_bit(size, act):
-        at = count & ~(2 * size - 1)  # after the larger ones
-        pl.when((count & size) != 0)(lambda: act(copy(at, size)))
-
-    sizes = [1 << bit for bit in reversed(range(limit.bit_length()))]
-    return [functools.partial(of_bit, size) for size in sizes]
-
-
-def _ceil_div(x, y: int):
-    return jax.lax.div(x + (y - 1), y)
+        wait_copies(num_blocks, self.fetch // self.block_size, copy)
