@@ -65,14 +65,14 @@ def _kernel(slots, tokens, _, pool, sem, *, run: int):
         # In decode no slots are neighbours: ask for the last one first.
         last = jnp.minimum(token + (run - 1), num_tokens - 1)
         may_run = (token + run <= num_tokens) & (slots[last] == slot + (run - 1))
-        runs = jax.lax.cond(may_run, lambda: is_run(token), lambda: False)
+        runs = jax.lax.cond(may_run, lambda: is_run(token).astype(jnp.int32), lambda: jnp.int32(0)) == 1
         is_copy = (token > 0) & (slots[jnp.maximum(token - 1, 0)] == slot)
-        pl.when(runs)(lambda: start(token, run))
         alone = jnp.logical_not(runs | is_copy)
+        pl.when(runs)(lambda: start(token, run))
         pl.when(alone)(lambda: start(token, 1))
-        return token + jnp.where(runs, run, 1), written + jnp.where(runs, run, alone)
+        return token + jnp.where(runs, run, 1), written + jnp.where(runs, run, jnp.where(alone, 1, 0))
 
-    _, written = jax.lax.while_loop(lambda carry: carry[0] < num_tokens, step, (0, 0))
+    _, written = jax.lax.while_loop(lambda carry: carry[0] < num_tokens, step, (jnp.int32(0), jnp.int32(0)))
 
     def moved(at, size):
         part = tokens.at[pl.ds(at, size)]

@@ -65,10 +65,9 @@ def _unpack(word, index, layout: PoolLayout, dtype):
     if layout.packing == 1:
         return jax.lax.bitcast_convert_type(word, jnp.float32).astype(dtype)
     if layout.packing == 2:
-        if isinstance(index, int) and index == 1:
-            high = word & jnp.int32(-65536)
-        else:
-            high = word << (16 - 16 * index)
+        if not (isinstance(index, int) and index == 1):
+            word = word << (16 - 16 * index)
+        high = word if isinstance(index, int) and index == 0 else word & jnp.int32(-65536)
         return jax.lax.bitcast_convert_type(high, jnp.float32).astype(dtype)  # exact: a bfloat16 is a float32's top half
     top = word << (24 - 8 * index)
     if layout.dtype == "int8":
@@ -95,17 +94,16 @@ def load_head(ref, head: int | jax.Array, layout: PoolLayout, dtype, interpret):
     only V's lanes are used. So nothing need be moved between lanes.
     """
 
-    def row(number, word):
-        return _unpack(word, _rem(number, layout.packing), layout, dtype)
-
-    first = head if layout.packs_kv else 2 * head
-    word = load_words(ref, _div(first, layout.packing), interpret)
-    keys = row(first, word)
     if layout.packs_kv:
-        return keys, keys
+        word = load_words(ref, _div(head, layout.packing), interpret)
+        both = _unpack(word, _rem(head, layout.packing), layout, dtype)
+        return both, both
     if layout.packing == 1:
-        word = load_words(ref, first + 1, interpret)
-    return keys, row(first + 1, word)
+        return tuple(_unpack(load_words(ref, 2 * head + i, interpret), 0, layout, dtype) for i in range(2))
+    heads = layout.packing // 2  # in a word
+    word = load_words(ref, _div(head, heads), interpret)
+    first = 2 * _rem(head, heads) if heads > 1 else 0
+    return tuple(_unpack(word, first + i, layout, dtype) for i in range(2))
 
 
 def _div(x, y: int):
