@@ -1,8 +1,8 @@
 """`ragged_paged_attention` for TPU: how the op's arguments become the kernel's, and its result the op's.
 
-Queries are laid out anew, by KV head, so that a tile of them is one strided copy and its rows lie as they are
-multiplied: `[K, T, group / pq, pq, lanes]`, padded with zeros to the pool's lanes. The kernel is in
-`mosaic_tpu_kernel`.
+Queries go in as `[T, H / pq, pq, lanes]`, the pool's form, padded with zeros to the pool's lanes; results come out alike.
+By KV head, as they are multiplied, they would have to be transposed here, which XLA does at several cycles a register;
+the kernel's strided loads do it for less. The kernel is in `mosaic_tpu_kernel`.
 """
 
 import jax
@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..layout import HALF_LANES, LANES
 from ..metadata import AttentionMetadata
 from ..pool import LayerPool
-from .mosaic_tpu_kernel import SINK_REPEAT, TABLE_ROWS, Loop, Refs, attention_kernel
+from .mosaic_tpu_kernel import TABLE_ROWS, Loop, Refs, attention_kernel
 from .mosaic_tpu_softmax import LOG2_E, Scoring
 from .tiles import TpuTiles, default_tpu_tiles
 
@@ -42,10 +42,8 @@ def ragged_paged_attention_mosaic_tpu(
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(f"q must be float32 or bfloat16, got {q.dtype}")
     group = q.shape[1] // layout.num_kv_heads
-    # Two rows share a word where they are of one head: an odd group would pad every token's rows.
-    rows_dtype = q.dtype if group % 2 == 0 else jnp.dtype(jnp.float32)
     if not isinstance(tiles, TpuTiles):
-        tiles = default_tpu_tiles(layout, group, rows_dtype.itemsize, _vmem_bytes())
+        tiles = default_tpu_tiles(layout, group, q.dtype.itemsize, _vmem_bytes())
     if tiles.fetch % layout.block_size:
         raise ValueError(f"tiles.fetch must be a multiple of block_size = {layout.block_size}, got {tiles.fetch}")
     is_full = jnp.float32 in (q.dtype, layout.dtype)
@@ -57,17 +55,12 @@ def ragged_paged_attention_mosaic_tpu(
         for scale in (k_scale, v_scale)
     ]
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(layout.num_kv_heads, group) * LOG2_E
-        sinks = jnp.tile(sinks, (1, SINK_REPEAT))[:, :, None] + jnp.zeros(LANES)
-    out, lse = _call(
-        _rows_of(q, layout, rows_dtype), pool.arrays[0], meta, jnp.stack(scales), sinks, scoring, tiles, return_lse
-    )
+        sinks = jnp.broadcast_to((sinks.astype(jnp.float32) * LOG2_E)[:, None], (len(sinks), LANES))
+    out, lse = _call(_packed(q, layout.lanes), pool.arrays[0], meta, jnp.stack(scales), sinks, scoring, tiles, return_lse)
     is_real = jnp.arange(len(q)) < meta.query_start_loc[meta.distribution[2]]
-    out = _heads_of(out, q.shape[1])[:, :, (HALF_LANES if layout.packs_kv else 0) :][:, :, : layout.head_dim]
-    out = jnp.where(is_real[:, None, None], out, 0).astype(q.dtype)
-    if not return_lse:
-        return out
-    return out, jnp.where(is_real[:, None], _heads_of(lse, q.shape[1])[:, :, 0], -jnp.inf)
+    values = slice(HALF_LANES, HALF_LANES + q.shape[2]) if layout.packs_kv else slice(0, q.shape[2])
+    out = jnp.where(is_real[:, None, None], out.reshape(len(q), -1, layout.lanes)[:, : q.shape[1], values], 0)
+    return (out, jnp.where(is_real[:, None], lse[:, :, 0, 0], -jnp.inf)) if return_lse else out
 
 
 def _vmem_bytes() -> int:
@@ -78,34 +71,26 @@ def _vmem_bytes() -> int:
         return _SMALLEST_VMEM
 
 
-def _rows_of(q, layout, dtype):
-    """`[T, H, D]` as `[K, T, group / pq, pq, lanes]`."""
-    q = q.reshape(len(q), layout.num_kv_heads, -1, layout.head_dim).astype(dtype)
-    q = jnp.pad(q, [(0, 0)] * 3 + [(0, layout.lanes - layout.head_dim)]).transpose(1, 0, 2, 3)
-    return q.reshape(*q.shape[:2], -1, 4 // dtype.itemsize, layout.lanes)
-
-
-def _heads_of(rows, num_heads):
-    """`[K, T, group / pq, pq, lanes]` as `[T, H, lanes]`."""
-    num_kv_heads, num_tokens, *_, lanes = rows.shape
-    rows = rows.reshape(num_kv_heads, num_tokens, -1, lanes).transpose(1, 0, 2, 3)
-    return rows.reshape(num_tokens, num_heads, lanes)
+def _packed(q, lanes: int):
+    """`[T, H, D]` as `[T, H / pq, pq, lanes]`, H rounded up."""
+    packing = 4 // q.dtype.itemsize
+    q = jnp.pad(q, ((0, 0), (0, -q.shape[1] % packing), (0, lanes - q.shape[2])))
+    return q.reshape(len(q), -1, packing, lanes)
 
 
 def _call(q, pool, meta, scales, sinks, scoring: Scoring, tiles: TpuTiles, return_lse: bool):
     loops = (
-        Loop(scoring, 1, tiles.decode_kv, None),
-        Loop(scoring, tiles.verify_q, tiles.decode_kv, None),
-        Loop(scoring, tiles.prefill_q, tiles.prefill_kv, tiles.strip),
+        Loop(scoring, 1, 1, tiles.decode_kv, is_stacked=True),
+        Loop(scoring, tiles.verify_q, tiles.verify_q, tiles.decode_kv, is_stacked=True),
+        Loop(scoring, tiles.prefill_q, tiles.strip, tiles.prefill_kv, is_stacked=False),
     )
-    num_kv_heads, num_tokens = q.shape[:2]
     tables = meta.block_tables[:, None]  # a row is a tile of its own, so that it can be copied alone
     hbm, vmem, smem = (
         pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.MemorySpace.VMEM, pltpu.MemorySpace.SMEM)
     )
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if return_lse:
-        outputs.append(jax.ShapeDtypeStruct((num_kv_heads, num_tokens, scoring.group, 1, LANES), jnp.float32))
+        outputs.append(jax.ShapeDtypeStruct((len(q), loops[0].num_heads, 1, LANES), jnp.float32))
     inputs = dict(
         seq_lens=(meta.seq_lens, None), starts=(meta.query_start_loc, None), distribution=(meta.distribution, None),
         scales=(scales, smem), tables=(tables, hbm), q=(q, hbm), pool=(pool, hbm), sinks=(sinks, vmem),

@@ -23,11 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..tpu_dma import ceil_div, start_copies, wait_copies
-from .mosaic_tpu_rows import store_rows, zero_tokens
+from .mosaic_tpu_rows import load_group, load_token, store_group, store_token, zero_tokens
 from .mosaic_tpu_softmax import LOG2_E, Scoring, State, add_by_head, add_stacked
 
 TABLE_ROWS = 4  # block tables in SMEM: the producer's and those of the next sequences
-SINK_REPEAT = 16  # times that the sinks of a KV head are repeated in VMEM: strips of queries are a multiple of this
 
 
 class Refs(NamedTuple):
@@ -38,11 +37,11 @@ class Refs(NamedTuple):
     distribution: object  # SMEM int32 [3]
     scales: object  # SMEM float32 [2, K]: of keys and of values
     tables: object  # HBM int32 [S, 1, M]
-    q: object  # HBM [K, T, group / pq, pq, lanes]
+    q: object  # HBM [T, H / pq, pq, lanes], H rounded up
     pool: object  # HBM [N, B, R / pk, pk, lanes]
-    sinks: object  # VMEM float32 [K, SINK_REPEAT * group, 128], in powers of two; or None
+    sinks: object  # VMEM float32 [H, 128], in powers of two, the same in all lanes; or None
     out: object  # HBM, as q
-    lse: object  # HBM float32 [K, T, group, 1, 128], the same in all lanes; or None
+    lse: object  # HBM float32 [T, H, 1, 128], the same in all lanes; or None
     table: object  # SMEM int32 [TABLE_ROWS, 1, M]
     kv: object  # VMEM [buffers, fetch, R / pk, pk, lanes]
     producer: object  # SMEM int32 [4]: sequence, tile, fetch (-1 for the tile's first), number of fetches so far
@@ -55,23 +54,42 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """What is static about the loop over one class of sequences."""
+    """What is static about the loop over one class of sequences.
+
+    Inside it rows are in the order [KV head, strip, head of the group, query of the strip].
+    """
 
     scoring: Scoring
     tile_q: int  # queries
-    tile_kv: int  # positions
-    strip: int | None  # queries multiplied at a time, head by head; None for all of the tile's, of all heads
+    strip: int  # queries multiplied at a time
+    tile_kv: int  # positions multiplied at a time
+    is_stacked: bool  # all heads at a time
+
+    @property
+    def num_strips(self) -> int:
+        return self.tile_q // self.strip
+
+    @property
+    def num_heads(self) -> int:
+        return self.scoring.layout.num_kv_heads * self.scoring.group
+
+    def rows_of(self, head, strip):
+        """Where the rows of a head's strip are."""
+        group = self.scoring.group
+        start = (jax.lax.div(head, group) * self.num_strips + strip) * group + jax.lax.rem(head, group)
+        return pl.ds(pl.multiple_of(start * self.strip, self.strip), self.strip)
 
 
 class Buffers(NamedTuple):
     """What a loop holds in VMEM beside KV."""
 
-    q: object  # [2, K, tile_q, group / pq, pq, lanes]
-    out: object  # [2, K, tile_q, group / pq, pq, lanes]
-    lse: object  # float32 [2, K, tile_q, group, 1, 128]; or None
-    top: object  # float32 [K * tile_q * group, 128]
-    total: object  # float32 [K * tile_q * group, 128]
-    weighted: object  # float32 [K * tile_q * group, lanes]
+    q: object  # [2, tile_q, H / pq, pq, lanes]
+    out: object  # [2, tile_q, H / pq, pq, lanes]
+    lse: object  # float32 [2, tile_q, H, 1, 128]; or None
+    rows: object  # [H * tile_q, lanes]: the queries in the order of rows
+    top: object  # float32 [H * tile_q, 128]
+    total: object  # float32 [H * tile_q, 128]
+    weighted: object  # float32 [H * tile_q, lanes]
 
 
 class Tile(NamedTuple):
@@ -95,19 +113,19 @@ def attention_kernel(refs: Refs, loops: tuple[Loop, Loop, Loop]):
 
 
 def _run(refs: Refs, loop: Loop, begin, end):
-    heads, _, *row = refs.q.shape
-    rows = heads * loop.tile_q * loop.scoring.group
+    rows, lanes = loop.num_heads * loop.tile_q, refs.q.shape[-1]
 
     def vmem(*shape, dtype=jnp.float32):
         return pltpu.VMEM(shape, dtype)
 
     shapes = Buffers(
-        q=vmem(2, heads, loop.tile_q, *row, dtype=refs.q.dtype),
-        out=vmem(2, heads, loop.tile_q, *row, dtype=refs.out.dtype),
-        lse=None if refs.lse is None else vmem(2, heads, loop.tile_q, *refs.lse.shape[2:]),
+        q=vmem(2, loop.tile_q, *refs.q.shape[1:], dtype=refs.q.dtype),
+        out=vmem(2, loop.tile_q, *refs.q.shape[1:], dtype=refs.out.dtype),
+        lse=None if refs.lse is None else vmem(2, loop.tile_q, *refs.lse.shape[1:]),
+        rows=vmem(rows, lanes, dtype=jnp.float32 if loop.is_stacked else loop.scoring.dtype),  # few rows fill no tile
         top=vmem(rows, 128),
         total=vmem(rows, 128),
-        weighted=vmem(rows, row[-1]),
+        weighted=vmem(rows, lanes),
     )
     shapes = {name: shape for name, shape in shapes._asdict().items() if shape is not None}
     pl.run_scoped(lambda **found: _Pipeline(refs, loop, Buffers(**{"lse": None, **found}), begin, end).run(), **shapes)
@@ -225,6 +243,7 @@ class _Pipeline:
         pl.when(after < self.end)(lambda: self._start_q(self.tile(after, jnp.where(tile.is_last, 0, j + 1)), 1 - slot))
         self._clear(tile)
         self._wait_q(tile, slot)
+        self._arrange_q(tile, slot)
 
         def fetch(f, count):
             buffer = jax.lax.rem(count, self.refs.kv.shape[0])
@@ -245,46 +264,49 @@ class _Pipeline:
         self._finish(tile, slot)
         return num_tiles + 1, num_fetches
 
-    def _for_rows(self, count, act):
-        """`act(head, first query, number of queries)` over all heads' rows that `count` queries have.
+    def _for_strips(self, count, num: int, act):
+        """`act(index, strip)` for `index < num` and for all strips that `count` queries have."""
+        num_strips = ceil_div(count, self.loop.strip)
 
-        Without strips that is one call, with head None.
-        """
-        loop = self.loop
-        if loop.strip is None:
-            act(None, 0, loop.tile_q)
-            return
+        def all_strips(index, _):
+            return jax.lax.fori_loop(0, num_strips, lambda strip, _: (act(index, strip), 0)[1], 0)
 
-        def strip(head, index, _):
-            act(head, index * loop.strip, loop.strip)
-            return 0
-
-        def all_strips(head, _):
-            return jax.lax.fori_loop(0, ceil_div(count, loop.strip), functools.partial(strip, head), 0)
-
-        jax.lax.fori_loop(0, self.refs.q.shape[0], all_strips, 0)
-
-    def _rows_at(self, head, query, count: int):
-        """Where the state of some queries of a head is."""
-        if head is None:
-            return slice(None)
-        rows = count * self.loop.scoring.group
-        return pl.ds(pl.multiple_of((head * self.loop.tile_q + query) * self.loop.scoring.group, rows), rows)
+        jax.lax.fori_loop(0, num, all_strips, 0)
 
     def _clear(self, tile: Tile):
-        self._for_rows(tile.count, self._clear_rows)
+        loop, sinks = self.loop, self.refs.sinks
 
-    def _clear_rows(self, head, query, count: int):
-        at, sinks = self._rows_at(head, query, count), self.refs.sinks
-        if sinks is None:
-            self.state.clear(at)
-            return
-        rows, held = count * self.loop.scoring.group, sinks.shape[1]
-        if head is None:
-            found = sinks[:, pl.ds(0, rows)].reshape(-1, sinks.shape[2])
+        def clear(head, strip):
+            sink = None if sinks is None else jnp.broadcast_to(sinks[pl.ds(head, 1)], (loop.strip, sinks.shape[1]))
+            self.state.clear(loop.rows_of(head, strip), sink)
+
+        if loop.is_stacked and (sinks is None or loop.tile_q == 1):
+            self.state.clear(slice(None), None if sinks is None else sinks[...])
         else:
-            found = jnp.concatenate([sinks[head]] * (rows // held), axis=0)
-        self.state.clear(at, found)
+            self._for_strips(tile.count, loop.num_heads, clear)
+
+    def _arrange_q(self, tile: Tile, slot):
+        """Puts the tile's queries in the order of rows."""
+        loop, interpret, (groups, packing) = self.loop, self.loop.scoring.interpret, self.refs.q.shape[1:3]
+        q, rows = self.buffers.q.at[slot], self.buffers.rows
+
+        def arrange(index, strip):
+            found = load_group(q.at[pl.ds(strip * loop.strip, loop.strip)], index, interpret)
+            for i, part in enumerate(found):
+                head = index * packing + i
+
+                def put(head=head, part=part):
+                    rows[loop.rows_of(head, strip)] = part.astype(rows.dtype)
+
+                if groups * packing > loop.num_heads and i:  # the last group's second is padding
+                    pl.when(head < loop.num_heads)(put)
+                else:
+                    put()
+
+        if loop.tile_q == 1:
+            rows[...] = load_token(q, interpret)[: loop.num_heads].astype(rows.dtype)
+        else:
+            self._for_strips(tile.count, groups, arrange)
 
     @property
     def state(self) -> State:
@@ -307,11 +329,13 @@ class _Pipeline:
 
         def run(index, _):
             part = kv.at[pl.ds(pl.multiple_of(index * size, size), size)]
-            common = self.buffers.q.at[slot], part, lambda head: self.refs.scales[0, head], tile.position
-            if loop.strip is None:
-                add_stacked(self.state, *common, start + index * size, loop.scoring)
+            common = self.state, self.buffers.rows, part, lambda head: self.refs.scales[0, head]
+            first_kv = start + index * size
+            if loop.is_stacked:
+                add_stacked(*common, loop.tile_q, tile.position, first_kv, loop.scoring)
             else:
-                add_by_head(self.state, *common, tile.count, start + index * size, loop.scoring, loop.strip)
+                num_strips, end_strip = loop.num_strips, ceil_div(tile.count, loop.strip)
+                add_by_head(*common, loop.strip, num_strips, tile.position, end_strip, first_kv, loop.scoring)
             return 0
 
         jax.lax.fori_loop(begin, end, run, 0)
@@ -319,23 +343,39 @@ class _Pipeline:
     def _finish(self, tile: Tile, slot):
         """Writes the tile's results into their buffer and starts them on their way."""
         self._wait_out(slot)
-        self._for_rows(tile.count, functools.partial(self._finish_rows, slot))
+        if self.loop.tile_q == 1:
+            self._finish_token(slot)
+        else:
+            self._for_strips(tile.count, self.refs.q.shape[1], functools.partial(self._finish_group, slot))
         self.refs.in_flight[slot] = tile.count
         for copy in self._out_copies(tile.token, slot):
             start_copies(tile.count, self.loop.tile_q, copy)
 
-    def _finish_rows(self, slot, head, query, count: int):
-        refs, interpret = self.refs, self.loop.scoring.interpret
-        mean, lse = self.state.result(self._rows_at(head, query, count))
-        if head is None:
-            part, rows = (slot,), count * self.loop.scoring.group
-            scales = [jnp.full((rows, 1), refs.scales[1, h], jnp.float32) for h in range(refs.q.shape[0])]
-            mean = mean * (scales[0] if len(scales) == 1 else jnp.concatenate(scales, axis=0))
-        else:
-            part, mean = (slot, head, pl.ds(query, count)), mean * refs.scales[1, head]
-        store_rows(self.buffers.out.at[part], mean, interpret)
+    def _finish_token(self, slot):
+        refs, loop, interpret = self.refs, self.loop, self.loop.scoring.interpret
+        mean, lse = self.state.result(slice(None))
+        scales = [
+            jnp.full((loop.scoring.group, 1), refs.scales[1, head], jnp.float32)
+            for head in range(loop.scoring.layout.num_kv_heads)
+        ]
+        mean = mean * (scales[0] if len(scales) == 1 else jnp.concatenate(scales, axis=0))
+        padding = refs.q.shape[1] * refs.q.shape[2] - loop.num_heads
+        if padding:
+            mean = jnp.concatenate([mean, jnp.zeros((padding, mean.shape[1]), mean.dtype)], axis=0)
+        store_token(self.buffers.out.at[slot], mean, interpret)
         if refs.lse is not None:
-            store_rows(self.buffers.lse.at[part], lse * (1 / LOG2_E), interpret)
+            store_token(self.buffers.lse.at[slot], lse * (1 / LOG2_E), interpret)
+
+    def _finish_group(self, slot, index, strip):
+        refs, loop, packing = self.refs, self.loop, self.refs.q.shape[2]
+        at, parts = pl.ds(strip * loop.strip, loop.strip), []
+        for i in range(packing):
+            head = jnp.minimum(index * packing + i, loop.num_heads - 1)
+            mean, lse = self.state.result(loop.rows_of(head, strip))
+            parts.append(mean * refs.scales[1, jax.lax.div(head, loop.scoring.group)])
+            if refs.lse is not None:
+                store_group(self.buffers.lse.at[slot, at], head, [lse * (1 / LOG2_E)], loop.scoring.interpret)
+        store_group(self.buffers.out.at[slot, at], index, parts, loop.scoring.interpret)
 
     def _wait_out(self, slot):
         for copy in self._out_copies(0, slot):
@@ -344,8 +384,8 @@ class _Pipeline:
     def _out_copies(self, token, slot):
         def copy(source, target, at, size):
             return pltpu.make_async_copy(
-                source.at[slot, :, pl.ds(at, size)],
-                target.at[:, pl.ds(token + at, size)],
+                source.at[slot, pl.ds(at, size)],
+                target.at[pl.ds(token + at, size)],
                 self.refs.out_sem.at[slot],
             )
 
@@ -360,8 +400,8 @@ class _Pipeline:
 
     def _q_copy(self, token, slot, at, size):
         return pltpu.make_async_copy(
-            self.refs.q.at[:, pl.ds(token + at, size)],
-            self.buffers.q.at[slot, :, pl.ds(at, size)],
+            self.refs.q.at[pl.ds(token + at, size)],
+            self.buffers.q.at[slot, pl.ds(at, size)],
             self.refs.q_sem.at[slot],
         )
 

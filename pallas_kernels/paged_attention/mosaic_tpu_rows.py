@@ -6,12 +6,16 @@ one register, and shifts take a row out of each word. The interpreter knows no b
 the same words are put together from the numbers.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..layout import LANES, PoolLayout
+
+_HIGH = -(2**16)  # the upper half of a word
 
 
 def words_of(ref):
@@ -28,12 +32,12 @@ def load_words(ref, row: int | jax.Array, interpret):
         word = sum(bits[:, i] << (32 // packing * i) for i in range(packing))
         return jax.lax.bitcast_convert_type(word, jnp.int32)
     words, pieces = words_of(ref), lanes // LANES
-    found = [_strided(words, row * pieces + i, count, groups * pieces) for i in range(pieces)]
+    found = [words[_at(row * pieces + i, count, groups * pieces)] for i in range(pieces)]
     return _as_int32(found[0] if pieces == 1 else jnp.concatenate(found, axis=1))
 
 
-def _strided(words, start, count, step):
-    return words[pl.ds(start, count) if step == 1 else pl.ds(start, count, step)]
+def _at(start, count, step):
+    return pl.ds(start, count) if step == 1 else pl.ds(start, count, step)
 
 
 def _as_int32(x):
@@ -60,19 +64,19 @@ def zero_tokens(ref, begin, end, interpret):
     jax.lax.fori_loop(jax.lax.div(begin, size), jax.lax.div(end + (size - 1), size), chunk, 0)
 
 
-def _unpack(word, index, layout: PoolLayout, dtype):
-    """Row number `index` of those that share a word, as `dtype`."""
-    if layout.packing == 1:
-        return jax.lax.bitcast_convert_type(word, jnp.float32).astype(dtype)
-    if layout.packing == 2:
+def _unpack(word, index, dtype, to):
+    """Row number `index` of those of `dtype` that share a word, as `to`."""
+    if dtype.itemsize == 4:
+        return jax.lax.bitcast_convert_type(word, jnp.float32).astype(to)
+    if dtype.itemsize == 2:
         if not (isinstance(index, int) and index == 1):
             word = word << (16 - 16 * index)
-        high = word if isinstance(index, int) and index == 0 else word & jnp.int32(-65536)
-        return jax.lax.bitcast_convert_type(high, jnp.float32).astype(dtype)  # exact: a bfloat16 is a float32's top half
+        high = word if isinstance(index, int) and index == 0 else word & jnp.int32(_HIGH)
+        return jax.lax.bitcast_convert_type(high, jnp.float32).astype(to)  # exact: a bfloat16 is a float32's top half
     top = word << (24 - 8 * index)
-    if layout.dtype == "int8":
-        return (top >> 24).astype(jnp.float32).astype(dtype)
-    return _fp8_to_float32(top).astype(dtype)
+    if dtype == jnp.int8:
+        return (top >> 24).astype(jnp.float32).astype(to)
+    return _fp8_to_float32(top).astype(to)
 
 
 def _fp8_to_float32(top):
@@ -87,23 +91,22 @@ def _fp8_to_float32(top):
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(value, jnp.int32) | sign, jnp.float32)
 
 
-def load_head(ref, head: int | jax.Array, layout: PoolLayout, dtype, interpret):
-    """Keys and values `[C, lanes]` of a KV head, of the tokens of `ref` `[C, R/pk, pk, lanes]`.
+def load_head(ref, head: int | jax.Array, layout: PoolLayout, to, interpret):
+    """Keys and values `[C, lanes]` of a KV head as `to`, of the tokens of `ref` `[C, R/pk, pk, lanes]`.
 
     Where a row holds K and V together both are that row: a query with zeros against V finds K, and of a sum of rows
     only V's lanes are used. So nothing need be moved between lanes.
     """
-
+    unpack = functools.partial(_unpack, dtype=layout.storage_dtype, to=to)
     if layout.packs_kv:
-        word = load_words(ref, _div(head, layout.packing), interpret)
-        both = _unpack(word, _rem(head, layout.packing), layout, dtype)
+        both = unpack(load_words(ref, _div(head, layout.packing), interpret), _rem(head, layout.packing))
         return both, both
     if layout.packing == 1:
-        return tuple(_unpack(load_words(ref, 2 * head + i, interpret), 0, layout, dtype) for i in range(2))
+        return tuple(unpack(load_words(ref, 2 * head + i, interpret), 0) for i in range(2))
     heads = layout.packing // 2  # in a word
     word = load_words(ref, _div(head, heads), interpret)
     first = 2 * _rem(head, heads) if heads > 1 else 0
-    return tuple(_unpack(word, first + i, layout, dtype) for i in range(2))
+    return tuple(unpack(word, first + i) for i in range(2))
 
 
 def _div(x, y: int):
@@ -114,30 +117,48 @@ def _rem(x, y: int):
     return x % y if isinstance(x, int) else jax.lax.rem(x, y)
 
 
-def load_rows(ref, interpret):
-    """The rows `[n, lanes]` of `ref` `[..., pk, lanes]`, in its dtype, `n` the product of all axes but the last."""
-    *lead, packing, lanes = ref.shape
-    count = packing
-    for size in lead:
-        count *= size
+def load_group(ref, index, interpret):
+    """The `pq` rows that share a word, float32 `[C, lanes]` each, of tokens `ref` `[C, H/pq, pq, lanes]`."""
+    word = load_words(ref, index, interpret)
+    return [_unpack(word, i, ref.dtype, jnp.float32) for i in range(ref.shape[2])]
+
+
+def store_group(ref, index, rows, interpret):
+    """The inverse of `load_group`: rounds to `ref`'s dtype."""
+    count, groups, packing, lanes = ref.shape
+    rows = [row.astype(ref.dtype) for row in rows]
     if interpret:
-        return ref[...].reshape(count, lanes)
+        ref[:, index] = jnp.stack(rows, axis=1)
+        return
     words, pieces = words_of(ref), lanes // LANES
-    found = [_strided(words, i, count // packing, pieces) for i in range(pieces)]
+    if packing == 2:
+        low, high = (jax.lax.bitcast_convert_type(row.astype(jnp.float32), jnp.int32) for row in rows)
+        rows = [jax.lax.shift_right_logical(low, 16) | high]
+    for i in range(pieces):
+        at = _at(index * pieces + i, count, groups * pieces)
+        words[at] = rows[0][:, i * LANES : (i + 1) * LANES]
+
+
+def load_token(ref, interpret):
+    """All rows `[H, lanes]` of the one token of `ref` `[1, H/pq, pq, lanes]`, in its dtype."""
+    _, groups, packing, lanes = ref.shape
+    if interpret:
+        return ref[0].reshape(groups * packing, lanes)
+    words, pieces = words_of(ref), lanes // LANES
+    found = [words[_at(i, groups, pieces)] for i in range(pieces)]
     found = found[0] if pieces == 1 else jnp.concatenate(found, axis=1)
     return found if packing == 1 else pltpu.bitcast(found, ref.dtype)
 
 
-def store_rows(ref, rows, interpret):
-    """The inverse of `load_rows`; `rows` in any float dtype."""
-    *_, packing, lanes = ref.shape
+def store_token(ref, rows, interpret):
+    """The inverse of `load_token`: rounds to `ref`'s dtype."""
+    _, groups, packing, lanes = ref.shape
     rows = rows.astype(ref.dtype)
     if interpret:
-        ref[...] = rows.reshape(ref.shape)
+        ref[0] = rows.reshape(groups, packing, lanes)
         return
     words, pieces = words_of(ref), lanes // LANES
-    if packing > 1:
+    if packing == 2:
         rows = pltpu.bitcast(rows, jnp.int32)
     for i in range(pieces):
-        at = pl.ds(0, len(rows)) if pieces == 1 else pl.ds(i, len(rows), pieces)
-        words[at] = rows[:, i * LANES : (i + 1) * LANES]
+        words[_at(i, groups, pieces)] = rows[:, i * LANES : (i + 1) * LANES]

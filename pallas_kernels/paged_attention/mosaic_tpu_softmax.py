@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..layout import LANES, PoolLayout
-from .mosaic_tpu_rows import load_head, load_rows
+from .mosaic_tpu_rows import load_head
 
 LOG2_E = math.log2(math.e)
 _ABSENT = -3e38  # the score of what is not seen: 2 ** (_ABSENT - top) is 0 for every top there is
@@ -26,7 +26,7 @@ class Scoring:
     """All that is static about scores."""
 
     layout: PoolLayout
-    group: int  # rows of a token in one KV head: query heads, padding included
+    group: int  # query heads of a KV head
     sm_scale: float
     sliding_window: int | None
     soft_cap: float | None
@@ -54,12 +54,12 @@ class Scoring:
             precision=self.precision, preferred_element_type=jnp.float32,
         )  # fmt: skip
 
-    def seen(self, num_rows: int, size: int, first_position, first_kv):
-        """bool [rows, C]: which of the KV from `first_kv` on the rows see; row 0 stands at `first_position`."""
-        kv = first_kv + jax.lax.broadcasted_iota(jnp.int32, (num_rows, size), 1)
-        row = jax.lax.broadcasted_iota(jnp.int32, (num_rows, size), 0)
-        token = row if self.group == 1 else ((row.astype(jnp.float32) + 0.5) * (1 / self.group)).astype(jnp.int32)
-        position = first_position + token  # (the chip divides no integers)
+    def seen(self, num_queries: int, size: int, first_position, first_kv):
+        """bool [group * Q, C]: which of the KV from `first_kv` on the rows see. Rows are queries, `group` times over;
+        the first query stands at `first_position`."""
+        shape = self.group * num_queries, size
+        kv = first_kv + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        position = first_position + (jax.lax.broadcasted_iota(jnp.int32, shape, 0) & (num_queries - 1))
         seen = kv <= position
         return seen if self.sliding_window is None else seen & (kv > position - self.sliding_window)
 
@@ -101,16 +101,17 @@ def _repeat(x, width: int):
     return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)
 
 
-def add_stacked(state: State, queries, kv, k_scales, first_position, first_kv, scoring: Scoring):
+def add_stacked(state: State, queries, kv, k_scales, num_queries, first_position, first_kv, scoring: Scoring):
     """All heads at once, for a handful of queries: their rows together fill registers that one head's would not.
 
-    queries: VMEM [K, tile_q, group / pq, pq, lanes]; kv: VMEM [C, R/pk, pk, lanes].
+    queries: VMEM [K * group * Q, lanes]; kv: VMEM [C, R/pk, pk, lanes].
     """
-    num_kv_heads, tile_q = queries.shape[:2]
-    rows, size = tile_q * scoring.group, kv.shape[0]
-    q = load_rows(queries, scoring.interpret).astype(scoring.dtype)
-    heads = [load_head(kv, h, scoring.layout, scoring.dtype, scoring.interpret) for h in range(num_kv_heads)]
-    seen = scoring.seen(rows, size, first_position, first_kv)
+    rows, size = scoring.group * num_queries, kv.shape[0]
+    q = queries[...].astype(scoring.dtype)
+    heads = [
+        load_head(kv, h, scoring.layout, scoring.dtype, scoring.interpret) for h in range(scoring.layout.num_kv_heads)
+    ]
+    seen = scoring.seen(num_queries, size, first_position, first_kv)
 
     def of(x, head):
         return x[head * rows : (head + 1) * rows]
@@ -129,14 +130,13 @@ def _stack(parts):
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
 
 
-def add_by_head(state: State, queries, kv, k_scales, first_position, num_queries, first_kv, scoring, strip: int):
-    """Head by head, `strip` queries at a time, for a tile of many queries; strips that see none of the KV are left out.
+def add_by_head(state: State, queries, kv, k_scales, strip, num_strips, first_position, end_strip, first_kv, scoring):
+    """Head by head and strip by strip of queries, for many of them; strips that see none of the KV are left out.
 
-    queries: VMEM [K, tile_q, group / pq, pq, lanes]; kv: VMEM [C, R/pk, pk, lanes].
+    queries: VMEM [K * num_strips * group * strip, lanes]; kv: VMEM [C, R/pk, pk, lanes]; of a head's `num_strips` strips
+    of `strip` queries the first `end_strip` are there.
     """
-    num_kv_heads, tile_q = queries.shape[:2]
-    rows, size = strip * scoring.group, kv.shape[0]
-    num_strips = jax.lax.div(num_queries + (strip - 1), strip)
+    rows, size = scoring.group * strip, kv.shape[0]
     first_strip = jax.lax.div(jnp.maximum(first_kv - first_position, 0), strip)
 
     def head(h, _):
@@ -144,14 +144,12 @@ def add_by_head(state: State, queries, kv, k_scales, first_position, num_queries
 
         def one_strip(index, _):
             first = first_position + index * strip
-            at = pl.ds(pl.multiple_of((h * tile_q + index * strip) * scoring.group, rows), rows)
-            part = queries.at[h, pl.ds(index * strip, strip)]
-            q = load_rows(part, scoring.interpret).astype(scoring.dtype)
+            at = pl.ds(pl.multiple_of((h * num_strips + index) * rows, rows), rows)
 
             def add(is_masked):
-                scores = scoring.scores(q, keys, k_scales(h))
+                scores = scoring.scores(queries[at], keys, k_scales(h))
                 if is_masked:
-                    scores = jnp.where(scoring.seen(rows, size, first, first_kv), scores, _ABSENT)
+                    scores = jnp.where(scoring.seen(strip, size, first, first_kv), scores, _ABSENT)
                 state.add(at, scores, lambda weights: scoring.weigh(weights, values))
 
             sees_all = first_kv + size - 1 <= first
@@ -161,6 +159,6 @@ def add_by_head(state: State, queries, kv, k_scales, first_position, num_queries
             pl.when(jnp.logical_not(sees_all))(lambda: add(True))
             return 0
 
-        return jax.lax.fori_loop(first_strip, num_strips, one_strip, 0)
+        return jax.lax.fori_loop(first_strip, end_strip, one_strip, 0)
 
-    jax.lax.fori_loop(0, num_kv_heads, head, 0)
+    jax.lax.fori_loop(0, scoring.layout.num_kv_heads, head, 0)

@@ -36,9 +36,9 @@ class TpuTiles:
     buffers: int  # of KV: one is computed on while the others fill
     decode_kv: int  # KV positions multiplied at a time in decode and verify; a multiple of 128
     prefill_kv: int  # the same in prefill
-    verify_q: int  # queries in a tile of the verify range
+    verify_q: int  # queries in a tile of the verify range, 8 or 16
     prefill_q: int  # queries in a tile of the prefill range; a multiple of strip
-    strip: int  # queries multiplied at a time in prefill; a multiple of 16
+    strip: int  # queries multiplied at a time in prefill; a power of two, at least 16
     vmem_bytes: int  # that the program may take
 
     def __post_init__(self):
@@ -50,8 +50,10 @@ class TpuTiles:
                 raise ValueError(f"tiles.fetch must be a multiple of {name} = {getattr(self, name)}, got {self.fetch}")
         if self.buffers < 2:
             raise ValueError(f"tiles.buffers must be at least 2, got {self.buffers}")
-        if not 1 <= self.verify_q <= 16:
-            raise ValueError(f"tiles.verify_q must be 1 to 16, got {self.verify_q}")
+        if self.verify_q not in (8, 16):
+            raise ValueError(f"tiles.verify_q must be 8 or 16, got {self.verify_q}")
+        if self.strip & (self.strip - 1):
+            raise ValueError(f"tiles.strip must be a power of two, got {self.strip}")
 
 
 _MIB = 2**20
@@ -60,8 +62,8 @@ _PREFILL_ROWS = 1024  # rows of one head in a prefill tile: FLOP a byte of KV, 5
 
 
 def default_tpu_tiles(layout: PoolLayout, group: int, num_q_bytes: int, vmem_bytes: int) -> TpuTiles:
-    """Tiles for one shard and for queries of `num_q_bytes` a number, `group` rows a token and KV head, that take no
-    more than three quarters of a core's `vmem_bytes`: XLA keeps weights that it fetched early in the rest.
+    """Tiles for one shard and for queries of `num_q_bytes` a number, `group` heads to a KV head, that take no more than
+    three quarters of a core's `vmem_bytes`: XLA keeps weights that it fetched early in the rest.
 
     Not measured, for want of a chip: sized by what must be under way to hide a fetch's latency, and by the FLOP a byte
     of KV that keep the matrix unit busy. Raises `NotImplementedError` where nothing fits.
@@ -80,7 +82,7 @@ def default_tpu_tiles(layout: PoolLayout, group: int, num_q_bytes: int, vmem_byt
     left = budget - buffers * fetch * bytes_per_token
     for prefill_q in (256, 128, 64, 32, 16):
         rows = layout.num_kv_heads * prefill_q * group
-        used = rows * (2 * LANES * 4 + layout.lanes * 4 + 4 * layout.lanes * num_q_bytes)
+        used = rows * (2 * LANES * 4 + layout.lanes * 4 + 5 * layout.lanes * num_q_bytes)
         if prefill_q * group <= max(_PREFILL_ROWS, 16 * group) and used <= left:
             break
     else:
