@@ -146,13 +146,15 @@ def add_by_head(state: State, queries, kv, k_scales, strip, num_strips, first_po
     """
     rows, size = scoring.group * strip, kv.shape[0]
     first_strip = jax.lax.div(jnp.maximum(first_kv - first_position, 0), strip)
+    heads = max(n for n in range(1, scoring.group + 1) if scoring.group % n == 0 and (n == 1 or n * strip <= _PART))
+    part = min(_PART, heads * strip)
 
     def head(h, _):
         keys, values = load_head(kv, h, scoring.layout, scoring.dtype, scoring.interpret)
 
         def one_strip(index, _):
             first = first_position + index * strip
-            start, part = (h * num_strips + index) * rows, min(rows, _PART)
+            start = (h * num_strips + index) * rows
             parts = [pl.ds(pl.multiple_of(start + at, part), part) for at in range(0, rows, part)]
 
             def add(is_masked):
