@@ -1,0 +1,75 @@
+"""What the Hopper kernels share: matrix products, exact powers of two, shared-memory types."""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+LOWEST = -(2.0**24)  # the shift of nothing; a score this low is as good as absent
+ROWS = plgpu.Layout.WGMMA.reduce(1)  # a number for each row of a product
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+# Whole tiles of [8, 64] 16-bit numbers, two rows a warp: of few rows from GMEM to a tiled ref.
+EIGHT_ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+
+
+def tiled(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
+    """Shared memory that wgmma can read: 128 bytes a row of a swizzled tile."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+
+def dot(a, b, interpret: bool):
+    """`a @ b` of two tiled refs, float32. The interpreter of jax 0.11 and 0.12 has no accumulator that starts full."""
+    if interpret:
+        return _dot_interpreted(a, b)
+
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def dot_add(acc: jax.Array, a, b, interpret: bool):
+    """`acc + a @ b`; `a` may also be an array in registers."""
+    if interpret:
+        return acc + _dot_interpreted(a, b)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+
+
+def _dot_interpreted(a, b):
+    product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+    plgpu.commit_smem()  # wgmma reads as TMA writes, in the async proxy; these ordinary reads must be made to
+    return product
+
+
+def along(x: jax.Array, axis: int, shape: tuple[int, int]) -> jax.Array:
+    """A vector along `axis` of `shape`, repeated over the other axis."""
+    return jax.lax.broadcast_in_dim(x, shape, [axis])
+
+
+def shift_of(top: jax.Array) -> jax.Array:
+    """An integer a little above `top`, as float32."""
+    return (jnp.maximum(top, LOWEST).astype(jnp.int32) + 1).astype(jnp.float32)
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Exactly `2.0 ** exponent` for integers at most 0; 0 where that is below every normal float32.
+
+    Scaling by it rounds nothing, so a sum does not depend on when it was rescaled.
+    """
+    bits = (jnp.maximum(exponent, -127.0).astype(jnp.int32) + 127) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def zero_after(tile, count) -> None:
+    """Clears the rows of a tiled `[U, D]` from row `count` on: 0 * NaN is NaN, so V must be clean where weights are 0."""
+    rows, columns = 64, 64  # a piece must leave the registers of an accumulator alone
+    for r in range(0, tile.shape[0], rows):
+        offset = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=plgpu.Layout.WGMMA) + r
+        for c in range(0, tile.shape[1], columns):
+            piece = tile.at[pl.ds(r, rows), pl.ds(c, columns)]
+            piece[...] = jnp.where(offset < count, piece[...], jnp.zeros((rows, columns), tile.dtype))
+    plgpu.commit_smem()
