@@ -14,7 +14,8 @@ from ..metadata import AttentionMetadata
 from ..pool import LayerPool
 from .mosaic_gpu_combine import combine
 from .mosaic_gpu_decode import DecodeShape, decode_partials
-from .mosaic_gpu_plan import partitions, row_tiles
+from .mosaic_gpu_plan import RowTiles, partitions, row_tiles
+from .mosaic_gpu_prefill import QUERIES, PrefillShape, prefill
 from .tiles_gpu import GpuTiles, default_gpu_tiles
 
 _LOG2_E = math.log2(math.e)
@@ -46,24 +47,32 @@ def ragged_paged_attention_mosaic_gpu(
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // pool.num_kv_heads
     rows_per_token = -(-group // 8) * 8
-    q = jnp.pad(q, ((0, 0), (0, max(0, rows_per_token - num_heads)), (0, 0)))  # the heads that fill a token's rows
+    # The kernels read whole tiles: of 64 queries, and of the heads that fill a token's rows.
+    q = jnp.pad(q, ((0, max(0, QUERIES - num_tokens)), (0, max(0, rows_per_token - num_heads)), (0, 0)))
+    shape_tail = sliding_window, None if soft_cap is None else soft_cap * _LOG2_E, interpret is not None, _look_up
     shape = DecodeShape(
         pool.num_kv_heads, group, rows_per_token, tiles.tokens, head_dim, pool.block_size, tiles.tile_kv, tiles.stages,
-        tiles.ctas, sliding_window, None if soft_cap is None else soft_cap * _LOG2_E, interpret is not None, _look_up,
+        tiles.ctas, *shape_tail,
     )  # fmt: skip
     heads = _Heads(
         scale=_of_heads(k_scale, pool.num_kv_heads) * (sm_scale * _LOG2_E),
         value_scale=_of_heads(v_scale, pool.num_kv_heads),
         sinks=None if sinks is None else sinks.astype(jnp.float32) * _LOG2_E,
     )
+    prefill_shape = PrefillShape(
+        pool.num_kv_heads, group, head_dim, pool.block_size, tiles.prefill_tile_kv, tiles.prefill_stages,
+        tiles.prefill_consumers, tiles.prefill_ctas, *shape_tail,
+    )  # fmt: skip
     out = jax.new_ref(jnp.zeros(q.shape, q.dtype))
-    lse = _decode(q, pool, meta, shape, tiles, heads, out, return_lse, interpret)
-    out = jax.freeze(out)[:, :num_heads]
+    decoded = _decode(q, pool, meta, shape, tiles, heads, out, return_lse, interpret)
+    prefilled = _prefill(q, pool, meta, prefill_shape, heads, out, return_lse, interpret)
+    out = jax.freeze(out)[:num_tokens, :num_heads]
     if not return_lse:
         return out
     token = jnp.arange(num_tokens)[:, None]
-    is_decoded = token < meta.query_start_loc[meta.distribution[1]]
-    return out, jnp.where(is_decoded, lse, -jnp.inf) / _LOG2_E
+    _, decode_end, end = meta.query_start_loc[meta.distribution]
+    lse = jnp.where(token < decode_end, decoded[:num_tokens], prefilled[:num_tokens, :num_heads])
+    return out, jnp.where(token < end, lse, -jnp.inf) / _LOG2_E
 
 
 class _Heads(NamedTuple):
@@ -77,13 +86,13 @@ class _Heads(NamedTuple):
 def _decode(q, pool, meta, shape: DecodeShape, tiles: GpuTiles, heads: _Heads, out, return_lse: bool, interpret):
     """Writes the rows of the decode and verify ranges; returns their log-sum-exp `[T, H]` in powers of two, or None."""
     num_tokens, num_heads = len(q), shape.group * shape.num_kv_heads
-    row_tiles_ = row_tiles(meta, 0, meta.distribution[1], num_tokens, shape.tokens)
-    max_tiles = len(row_tiles_.tokens)
+    queries = row_tiles(meta, 0, meta.distribution[1], num_tokens, shape.tokens)
+    max_tiles = len(queries.tokens)
     partial_bytes = 4 * shape.num_kv_heads * shape.rows * (shape.head_dim + 2)
     capacity = max(max_tiles, min(tiles.partial_bytes // partial_bytes, max_tiles * meta.block_tables.shape[1]))
-    parts = partitions(row_tiles_, shape.window, tiles.partition, capacity)
+    parts = partitions(queries, shape.window, tiles.partition, capacity)
     items = jnp.stack([
-        row_tiles_.sequence[parts.tile], row_tiles_.token[parts.tile], row_tiles_.position[parts.tile],
+        queries.sequence[parts.tile], queries.token[parts.tile], queries.position[parts.tile],
         parts.begin, parts.end,
     ])  # fmt: skip
     acc, ml = decode_partials(
@@ -93,17 +102,42 @@ def _decode(q, pool, meta, shape: DecodeShape, tiles: GpuTiles, heads: _Heads, o
     kv_head = jnp.arange(shape.num_kv_heads)
     head_of_row = shape.first_head(kv_head, q.shape[1])[:, None] + jnp.arange(shape.rows) % shape.rows_per_token
     lse = combine(
-        shape, acc, ml, jnp.stack([row_tiles_.token, row_tiles_.tokens, parts.first, parts.last]),
-        row_tiles_.count[None], None if heads.sinks is None else heads.sinks[jnp.minimum(head_of_row, num_heads - 1)],
+        shape, acc, ml, jnp.stack([queries.token, queries.tokens, parts.first, parts.last]),
+        queries.count[None], None if heads.sinks is None else heads.sinks[jnp.minimum(head_of_row, num_heads - 1)],
         heads.value_scale, out, lse_tiles=max_tiles if return_lse else None, interpret=interpret,
     )  # fmt: skip
     if not return_lse:
         return None
-    token, head = jnp.arange(num_tokens)[:, None], jnp.arange(num_heads)
-    tile = jnp.sum((row_tiles_.token <= token) & (jnp.arange(max_tiles) < row_tiles_.count), axis=1, keepdims=True) - 1
+    token, head = jnp.arange(num_tokens), jnp.arange(num_heads)
+    tile = _tile_of(queries, token)
     kv_head = head // shape.group
-    row = (token - row_tiles_.token[tile]) * shape.rows_per_token + head - shape.first_head(kv_head, q.shape[1])
-    return lse[tile, kv_head, row]
+    row = (token - queries.token[tile])[:, None] * shape.rows_per_token + head - shape.first_head(kv_head, q.shape[1])
+    return lse[tile[:, None], kv_head, row]
+
+
+def _prefill(q, pool, meta, shape: PrefillShape, heads: _Heads, out, return_lse: bool, interpret):
+    """Writes the rows of the prefill range; returns their log-sum-exp `[T, H]` in powers of two, or None."""
+    tiles = row_tiles(meta, meta.distribution[1], meta.distribution[2], len(q), shape.queries)
+    lse = prefill(
+        shape, q, pool.arrays[0], meta.block_tables,
+        jnp.stack([tiles.sequence, tiles.token, tiles.tokens, tiles.position]), tiles.count[None],
+        heads.scale, heads.value_scale, heads.sinks, out,
+        lse_tiles=len(tiles.tokens) if return_lse else None, interpret=interpret,
+    )  # fmt: skip
+    if not return_lse:
+        return None
+    token = jnp.arange(len(q))
+    tile = _tile_of(tiles, token)
+    warpgroup = (token - tiles.token[tile]) // QUERIES
+    first = tiles.token[tile] + QUERIES * warpgroup
+    row = token - jnp.minimum(first, len(q) - QUERIES) + QUERIES * warpgroup
+    return lse[tile, :, row]
+
+
+def _tile_of(tiles: RowTiles, token: jax.Array) -> jax.Array:
+    """The tile of each token that is in one."""
+    present = jnp.arange(len(tiles.tokens)) < tiles.count
+    return jnp.sum((tiles.token <= token[:, None]) & present, axis=1) - 1
 
 
 def _check(q, pool: LayerPool, tiles: GpuTiles) -> None:
@@ -116,7 +150,10 @@ def _check(q, pool: LayerPool, tiles: GpuTiles) -> None:
         raise NotImplementedError(f"mosaic_gpu needs a head_dim of 64, 128, 192 or 256, got {dim}")
     if size % 8 or size > 256:
         raise NotImplementedError(f"mosaic_gpu needs a block_size that is a multiple of 8 up to 256, got {size}")
-    assert tiles.tile_kv % math.lcm(64, size) == 0 and tiles.partition % tiles.tile_kv == 0, (tiles, size)
+    if tiles.tile_kv % math.lcm(64, size) or tiles.prefill_tile_kv % math.lcm(64, size):
+        raise ValueError(f"GpuTiles.tile_kv must be a multiple of 64 and of block_size = {size}, got {tiles}")
+    if tiles.partition % tiles.tile_kv:
+        raise ValueError(f"GpuTiles.partition must be a multiple of tile_kv, got {tiles}")
 
 
 def _look_up(table, sequence, index):

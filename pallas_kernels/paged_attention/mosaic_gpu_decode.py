@@ -19,7 +19,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .mosaic_gpu_ops import COLUMNS, EIGHT_ROWS, LOWEST, along, dot, dot_add, power_of_two, shift_of, tiled, zero_after
+from .mosaic_gpu_ops import (
+    COLUMNS,
+    EIGHT_ROWS,
+    LOWEST,
+    along,
+    dot,
+    dot_add,
+    drain,
+    power_of_two,
+    shift_of,
+    tiled,
+    zero_after,
+)
 
 PRODUCER, CONSUMER = 0, 1  # warpgroups
 SEQUENCE, TOKEN, POSITION, BEGIN, END = range(5)  # rows of the item table
@@ -128,7 +140,7 @@ def _kernel(
         def in_one_warp(warp):
             @pl.when(warp == 0)
             def _():
-                for_each_item(produce_item, jnp.int32(0))
+                drain(free, shape.stages, for_each_item(produce_item, jnp.int32(0)))
 
         def produce_item(item, kv_head, done):
             sequence, end = items[SEQUENCE, item], items[END, item]

@@ -64,12 +64,24 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def zero_after(tile, count) -> None:
-    """Clears the rows of a tiled `[U, D]` from row `count` on: 0 * NaN is NaN, so V must be clean where weights are 0."""
-    rows, columns = 64, 64  # a piece must leave the registers of an accumulator alone
-    for r in range(0, tile.shape[0], rows):
-        offset = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=plgpu.Layout.WGMMA) + r
-        for c in range(0, tile.shape[1], columns):
-            piece = tile.at[pl.ds(r, rows), pl.ds(c, columns)]
-            piece[...] = jnp.where(offset < count, piece[...], jnp.zeros((rows, columns), tile.dtype))
+def zero_after(tile, count, first_row=0) -> None:
+    """Clears the rows of a tiled `[U, D]` from row `count - first_row` on.
+
+    V must be clean where weights are 0, since 0 * NaN is NaN.
+    """
+    shape = min(64, tile.shape[0]), 64  # a piece must leave the registers of an accumulator alone
+    for r in range(0, tile.shape[0], shape[0]):
+        offset = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=EIGHT_ROWS) + (first_row + r)
+        for c in range(0, tile.shape[1], shape[1]):
+            here = pl.ds(r, shape[0]), pl.ds(c, shape[1])
+            piece = plgpu.load(tile.at[here], layout=EIGHT_ROWS)
+            tile[here] = jnp.where(offset < count, piece, jnp.zeros(shape, tile.dtype))
     plgpu.commit_smem()
+
+
+def drain(free, stages: int, done) -> None:
+    """Waits until the last `stages` of `done` tiles are free, as jax 0.11's interpreter wants of a barrier at the end."""
+
+    @pl.loop(jnp.maximum(done - stages, 0), done)
+    def _(tile):
+        plgpu.barrier_wait(free.at[jax.lax.rem(tile, stages)])

@@ -25,6 +25,7 @@ class GpuTiles:
     tokens: int  # queries of one sequence that a decode CTA takes together: more than one only helps verify
     ctas: int  # persistent decode CTAs
     partial_bytes: int  # memory for the partial results of split sequences; where it is too small, partitions double
+    prefill_tile_kv: int
     prefill_consumers: int  # warpgroups of 64 rows that share a prefill CTA's K and V
     prefill_stages: int
     prefill_ctas: int
