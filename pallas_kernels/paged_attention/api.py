@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 from ..dispatch import call_implementation
 from ..metadata import AttentionMetadata
 from ..pool import LayerPool
+from .mosaic_gpu import ragged_paged_attention_mosaic_gpu
 from .reference import ragged_paged_attention_reference
 from .tiles import Tiles, default_tiles
 from .xla import ragged_paged_attention_xla
@@ -24,8 +25,12 @@ def _reference(q, pool, meta, *, sinks, k_scale, v_scale, return_lse, tiles, **s
     return (out, lse) if return_lse else out
 
 
-_IMPLEMENTATIONS = {"xla": ragged_paged_attention_xla, "reference": _reference}
-_DEFAULT = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+_IMPLEMENTATIONS = {
+    "xla": ragged_paged_attention_xla,
+    "mosaic_gpu": ragged_paged_attention_mosaic_gpu,
+    "reference": _reference,
+}
+_DEFAULT = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla",)}
 
 
 def ragged_paged_attention(
@@ -55,7 +60,7 @@ def ragged_paged_attention(
     A row's float32 result is the same to the bit alone or in any batch, in any chunking of a prefill, and verified or
     decoded; decode sums in the same partitions as prefill, but by other products, and agrees to rounding.
 
-    `tiles` and `implementation` ("xla", "reference", or None for the best of this backend) are static.
+    `tiles` and `implementation` ("xla", "mosaic_gpu", "reference", or None for the best of this backend) are static.
     Raises `ValueError` for shapes that do not fit, `NotImplementedError` where no implementation can.
     """
     num_heads, head_dim = q.shape[1:]

@@ -41,11 +41,13 @@ def ragged_paged_attention_mosaic_gpu(
     A row's result is the same to the bit alone or in any batch, verified or decoded, unless the batch holds so much KV
     that its partitions grow (`GpuTiles.partial_bytes`).
     """
-    if not isinstance(tiles, GpuTiles):
-        tiles = default_gpu_tiles(pool)
-    _check(q, pool, tiles)
+    _check_chip()
+    _check(q, pool)
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // pool.num_kv_heads
+    if not isinstance(tiles, GpuTiles):  # the api has filled in XLA's
+        tiles = default_gpu_tiles(pool.shard, group, sliding_window)
+    _check_tiles(tiles, pool.block_size)
     rows_per_token = -(-group // 8) * 8
     # The kernels read whole tiles: of 64 queries, and of the heads that fill a token's rows.
     q = jnp.pad(q, ((0, max(0, QUERIES - num_tokens)), (0, max(0, rows_per_token - num_heads)), (0, 0)))
@@ -140,20 +142,30 @@ def _tile_of(tiles: RowTiles, token: jax.Array) -> jax.Array:
     return jnp.sum((tiles.token <= token[:, None]) & present, axis=1) - 1
 
 
-def _check(q, pool: LayerPool, tiles: GpuTiles) -> None:
+def _check(q, pool: LayerPool) -> None:
     dim, size = pool.head_dim, pool.block_size
-    if q.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"mosaic_gpu needs q in bfloat16, got {q.dtype}")
-    if pool.shard.dtype != "bfloat16":
-        raise NotImplementedError(f"mosaic_gpu reads bfloat16 pools, got {pool.shard.dtype}")
-    if dim % 64 or dim > 256:
-        raise NotImplementedError(f"mosaic_gpu needs a head_dim of 64, 128, 192 or 256, got {dim}")
-    if size % 8 or size > 256:
-        raise NotImplementedError(f"mosaic_gpu needs a block_size that is a multiple of 8 up to 256, got {size}")
-    if tiles.tile_kv % math.lcm(64, size) or tiles.prefill_tile_kv % math.lcm(64, size):
-        raise ValueError(f"GpuTiles.tile_kv must be a multiple of 64 and of block_size = {size}, got {tiles}")
+    if pool.shard.form != "gpu":
+        raise NotImplementedError(f"mosaic_gpu reads the gpu form of the pool, got {pool.shard.form}")
+    if q.dtype != jnp.bfloat16 or pool.shard.dtype != "bfloat16":
+        raise NotImplementedError(f"mosaic_gpu needs q and pool in bfloat16, got {q.dtype} and {pool.shard.dtype}")
+    if dim not in (64, 128, 192):
+        raise NotImplementedError(f"mosaic_gpu needs a head_dim of 64, 128 or 192, got {dim}")
+    if size % 8:
+        raise NotImplementedError(f"mosaic_gpu needs a block_size that is a multiple of 8, got {size}")
+
+
+def _check_chip() -> None:
+    """wgmma is Hopper's alone. With no GPU here, a program for one is taken to be for the chip that can run it."""
+    if jax.default_backend() == "gpu" and (capability := jax.local_devices()[0].compute_capability) != "9.0":
+        raise NotImplementedError(f"mosaic_gpu needs compute capability 9.0 (Hopper), this GPU has {capability}")
+
+
+def _check_tiles(tiles: GpuTiles, block_size: int) -> None:
+    for name in ("tile_kv", "prefill_tile_kv"):
+        if getattr(tiles, name) % math.lcm(64, block_size):
+            raise ValueError(f"{name} must be a multiple of 64 and of block_size = {block_size}, got {tiles}")
     if tiles.partition % tiles.tile_kv:
-        raise ValueError(f"GpuTiles.partition must be a multiple of tile_kv, got {tiles}")
+        raise ValueError(f"partition must be a multiple of tile_kv, got {tiles}")
 
 
 def _look_up(table, sequence, index):

@@ -75,7 +75,8 @@ def zero_after(tile, count, first_row=0) -> None:
         for c in range(0, tile.shape[1], shape[1]):
             here = pl.ds(r, shape[0]), pl.ds(c, shape[1])
             piece = plgpu.load(tile.at[here], layout=EIGHT_ROWS)
-            tile[here] = jnp.where(offset < count, piece, jnp.zeros(shape, tile.dtype))
+            zeros = plgpu.layout_cast(jnp.zeros(shape, tile.dtype), EIGHT_ROWS)
+            tile[here] = plgpu.layout_cast(jnp.where(offset < count, piece, zeros), EIGHT_ROWS)
     plgpu.commit_smem()
 
 

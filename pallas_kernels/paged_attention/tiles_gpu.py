@@ -3,17 +3,18 @@
 import dataclasses
 import math
 
-from ..pool import LayerPool
+from ..layout import PoolLayout
 
 SMS = 132  # of an H100 or H200 SXM; another count costs balance, not correctness
 SMEM_PER_SM = 233_472
 SMEM_PER_CTA = 232_448
-_STAGED = 24_000  # bytes of a decode CTA that are not K and V stages, at most
+_RESERVED = 1024  # of each CTA, by the driver
+_OVERHEAD = 6 << 10  # barriers, alignment, and what the compiler keeps for reductions across warps
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuTiles:
-    """Static tile sizes. `partition` and `tile_kv` decide the order of summation, the others only speed.
+    """Static tile sizes. `partition` and the two `tile_kv` decide the order of summation, the others only speed.
 
     KV is reduced in tiles of `tile_kv` positions that start at its multiples, counted from position 0 of the sequence;
     decode and verify fold the tiles of each run of `partition` positions, and then the runs.
@@ -26,26 +27,44 @@ class GpuTiles:
     ctas: int  # persistent decode CTAs
     partial_bytes: int  # memory for the partial results of split sequences; where it is too small, partitions double
     prefill_tile_kv: int
-    prefill_consumers: int  # warpgroups of 64 rows that share a prefill CTA's K and V
     prefill_stages: int
+    prefill_consumers: int  # warpgroups of 64 rows that share a prefill CTA's K and V
     prefill_ctas: int
 
 
-def default_gpu_tiles(pool: LayerPool) -> GpuTiles:
-    """For the H200 by arithmetic, not yet by measurement.
+def default_gpu_tiles(layout: PoolLayout, group: int, window: int | None) -> GpuTiles:
+    """Tiles for one shard's pool, for the H200 by arithmetic: not yet by measurement.
 
-    About 36 KB must be in flight on each SM to cover 4.8 TB/s at 1 us: as many stages as fit two CTAs an SM give more
-    than that twice over, and two CTAs hide each other's softmax. 512 positions an item keep a lone sequence of 8192 with
-    8 KV heads on 128 of 132 SMs, and cost 3 % in float32 partials at a group of 8. Prefill wants the largest tile whose
-    scores still fit the registers beside the accumulator.
+    Decode: about 36 KB must be in flight on each SM to cover 4.8 TB/s at 1 us. Two CTAs an SM hide each other's softmax,
+    so a tile is 64 positions where only that lets two CTAs have two stages. 512 positions an item keep a lone sequence
+    of 8192 with 8 KV heads on 128 of 132 SMs, and cost 3 % in float32 partials at a group of 8.
+    Prefill: the largest tile whose scores fit the registers beside the accumulator; with a window the masks take some
+    more (128 positions at a head_dim of 128 spilled 12 bytes).
+    Raises `NotImplementedError` where not even two stages fit.
     """
-    dim, size = pool.head_dim, pool.block_size
-    tile_kv = math.lcm(64 if dim > 128 else 128, size)
-    stored = 2 * tile_kv * dim * pool.shard.storage_dtype.itemsize
-    unpacked = 2 * tile_kv * dim * 2 if pool.shard.is_quantised else 0
-    stages = max(2, (SMEM_PER_SM // 2 - _STAGED - unpacked) // stored)
+    dim, size = layout.head_dim, layout.block_size
+    rows = -(-group // 8) * 8
+    tile_kv = math.lcm(128 if dim <= 64 else 64, size)
+    wide = dim <= 64 or (dim <= 128 and window is None)
+    prefill_tile_kv = math.lcm(128 if wide else 64, size)
     consumers = 2 if dim <= 128 else 1
+    fixed = rows * (6 * dim + 2 * tile_kv + 8) + _OVERHEAD
+    half = SMEM_PER_SM // 2 - _RESERVED
+    stages, ctas_per_sm = _stages(layout, tile_kv, half - fixed), 2
+    if stages < 2:
+        stages, ctas_per_sm = _stages(layout, tile_kv, SMEM_PER_CTA - fixed), 1
+    prefill_stages = _stages(layout, prefill_tile_kv, SMEM_PER_CTA - consumers * 4 * 64 * dim - _OVERHEAD)
+    if min(stages, prefill_stages) < 2:
+        raise NotImplementedError(
+            f"mosaic_gpu needs two stages of K and V in shared memory: block_size = {size} is too much at"
+            f" head_dim = {dim} in {layout.dtype}"
+        )
     return GpuTiles(
-        partition=math.lcm(512, tile_kv), tile_kv=tile_kv, stages=min(stages, 4), tokens=1, ctas=2 * SMS,
-        partial_bytes=64 << 20, prefill_consumers=consumers, prefill_stages=2, prefill_ctas=SMS,
+        partition=math.lcm(512, tile_kv), tile_kv=tile_kv, stages=min(stages, 4), tokens=1, ctas=ctas_per_sm * SMS,
+        partial_bytes=64 << 20, prefill_tile_kv=prefill_tile_kv, prefill_stages=min(prefill_stages, 4),
+        prefill_consumers=consumers, prefill_ctas=SMS,
     )  # fmt: skip
+
+
+def _stages(layout: PoolLayout, tile_kv: int, available: int) -> int:
+    return available // (2 * tile_kv * layout.head_dim * layout.storage_dtype.itemsize)
