@@ -146,8 +146,10 @@ def _check(q, pool: LayerPool) -> None:
     dim, size = pool.head_dim, pool.block_size
     if pool.shard.form != "gpu":
         raise NotImplementedError(f"mosaic_gpu reads the gpu form of the pool, got {pool.shard.form}")
-    if q.dtype != jnp.bfloat16 or pool.shard.dtype != "bfloat16":
-        raise NotImplementedError(f"mosaic_gpu needs q and pool in bfloat16, got {q.dtype} and {pool.shard.dtype}")
+    if q.dtype != jnp.bfloat16 or pool.shard.dtype == "float32":
+        raise NotImplementedError(
+            f"mosaic_gpu needs q in bfloat16 and a pool of bfloat16, int8 or float8, got {q.dtype} and {pool.shard.dtype}"
+        )
     if dim not in (64, 128, 192):
         raise NotImplementedError(f"mosaic_gpu needs a head_dim of 64, 128 or 192, got {dim}")
     if size % 8:

@@ -29,7 +29,9 @@ from .mosaic_gpu_ops import (
     drain,
     power_of_two,
     shift_of,
+    stored_and_unpacked,
     tiled,
+    unpack,
     zero_after,
 )
 
@@ -72,6 +74,7 @@ def decode_partials(shape: DecodeShape, q, pool, table, items, count, scale, *, 
     """
     rows, dim, kv = shape.rows, shape.head_dim, shape.tile_kv
     per_tile = kv // shape.block_size
+    stored, unpacked = stored_and_unpacked(shape.stages, kv, dim, pool.dtype, q.dtype)
     return plgpu.kernel(
         functools.partial(_kernel, shape),
         out_type=[
@@ -80,14 +83,14 @@ def decode_partials(shape: DecodeShape, q, pool, table, items, count, scale, *, 
         ],
         scratch_types=[
             tiled((rows, dim), q.dtype),
-            tiled((shape.stages, kv, dim), pool.dtype),
-            tiled((shape.stages, kv, dim), pool.dtype),
+            *stored,
             tiled((rows, kv), q.dtype),
             plgpu.SMEM((dim, rows), jnp.float32),
             plgpu.SMEM((2, rows), jnp.float32),
             plgpu.Barrier(num_arrivals=per_tile, num_barriers=shape.stages),
             plgpu.Barrier(num_arrivals=per_tile, num_barriers=shape.stages),
             plgpu.Barrier(num_barriers=shape.stages),
+            *unpacked,
         ],
         grid=(shape.ctas,),
         grid_names=("cta",),
@@ -118,6 +121,7 @@ def _kernel(
     k_full,  # [stages]
     v_full,  # [stages]
     free,  # [stages]
+    *unpacked,  # keys and values [tile_kv, D] of an 8-bit pool
 ):
     kv, dim, rows = shape.tile_kv, shape.head_dim, shape.rows
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
@@ -191,7 +195,11 @@ def _kernel(
                 done, m, l, acc = state
                 stage = lax.rem(done, shape.stages)
                 plgpu.barrier_wait(k_full.at[stage])
-                scores = dot(keys.at[stage], q_tile.transpose((1, 0)), shape.interpret) * factor
+                k, v = keys.at[stage], values.at[stage]
+                if unpacked:
+                    unpack(k, unpacked[0])
+                    k = unpacked[0]
+                scores = dot(k, q_tile.transpose((1, 0)), shape.interpret) * factor
                 if shape.soft_cap is not None:
                     scores = shape.soft_cap * jnp.tanh(scores * (1 / shape.soft_cap))
                 position = offset + index * kv
@@ -208,11 +216,12 @@ def _kernel(
                 plgpu.commit_smem()
                 plgpu.barrier_wait(v_full.at[stage])
 
-                @pl.when((index + 1) * kv > end)
-                def _():
-                    zero_after(values.at[stage], end - index * kv)
-
-                acc = dot_add(acc, values.at[stage].transpose((1, 0)), weights.transpose((1, 0)), shape.interpret)
+                if unpacked:
+                    unpack(v, unpacked[1], end - index * kv)
+                    v = unpacked[1]
+                else:
+                    pl.when((index + 1) * kv > end)(lambda: zero_after(v, end - index * kv))
+                acc = dot_add(acc, v.transpose((1, 0)), weights.transpose((1, 0)), shape.interpret)
                 plgpu.barrier_arrive(free.at[stage])
                 return done + 1, new, l, acc
 

@@ -80,6 +80,30 @@ def zero_after(tile, count, first_row=0) -> None:
     plgpu.commit_smem()
 
 
+def stored_and_unpacked(stages: int, tile_kv: int, head_dim: int, stored, computed) -> tuple[list, list]:
+    """Shared memory for K and V: stages as the pool stores them, and, of 8-bit numbers, a tile each that wgmma can read."""
+    if stored == computed:
+        return [tiled((stages, tile_kv, head_dim), stored)] * 2, []
+    return [plgpu.SMEM((stages, tile_kv, head_dim), stored)] * 2, [tiled((tile_kv, head_dim), computed)] * 2
+
+
+def unpack(stored, tile, count=None) -> None:
+    """Turns a `[U, D]` of 8-bit numbers into 16-bit ones, exactly; rows from row `count` on become 0."""
+    shape = 64, 64
+    for r in range(0, tile.shape[0], shape[0]):
+        offset = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=EIGHT_ROWS) + r
+        for c in range(0, tile.shape[1], shape[1]):
+            here = pl.ds(r, shape[0]), pl.ds(c, shape[1])
+            piece = plgpu.load(stored.at[here], layout=EIGHT_ROWS, optimized=False)
+            # Of float8 only float32 has a conversion; of int8 the one to bfloat16 is a few byte permutes.
+            piece = (piece if stored.dtype == jnp.int8 else piece.astype(jnp.float32)).astype(tile.dtype)
+            if count is not None:
+                zeros = plgpu.layout_cast(jnp.zeros(shape, tile.dtype), EIGHT_ROWS)
+                piece = plgpu.layout_cast(jnp.where(offset < count, piece, zeros), EIGHT_ROWS)
+            tile[here] = piece
+    plgpu.commit_smem()  # also of the reads: a TMA comes after them
+
+
 def drain(free, stages: int, done) -> None:
     """Waits until the last `stages` of `done` tiles are free, as jax 0.11's interpreter wants of a barrier at the end."""
 

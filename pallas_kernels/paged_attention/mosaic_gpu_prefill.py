@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .mosaic_gpu_ops import EIGHT_ROWS, LOWEST, ROWS, along, dot, dot_add, drain, power_of_two, shift_of, tiled
-from .mosaic_gpu_ops import zero_after
+from .mosaic_gpu_ops import stored_and_unpacked, unpack, zero_after
 
 QUERIES = 64  # of a warpgroup: the M side of wgmma
 SEQUENCE, TOKEN, TOKENS, POSITION = range(4)  # rows of the tile table
@@ -60,18 +60,21 @@ def prefill(shape: PrefillShape, q, pool, table, tiles, count, scale, value_scal
     has_sinks = sinks is not None
     operands = (q, pool, table, tiles, count, scale, value_scale, *([sinks] if has_sinks else []), out)
     kv, dim, stages, consumers = shape.tile_kv, shape.head_dim, shape.stages, shape.consumers
+    stored, unpacked = stored_and_unpacked(stages, kv, dim, pool.dtype, q.dtype)
+    if unpacked and consumers > 1:
+        raise ValueError("one warpgroup must unpack what it alone reads: prefill_consumers must be 1 for an 8-bit pool")
     return plgpu.kernel(
         functools.partial(_kernel, shape, has_sinks, lse_tiles is not None),
         out_type=jax.ShapeDtypeStruct((lse_tiles or 1, q.shape[1], shape.queries), jnp.float32),
         scratch_types=[
             tiled((consumers, QUERIES, dim), q.dtype),
-            tiled((stages, kv, dim), pool.dtype),
-            tiled((stages, kv, dim), pool.dtype),
+            *stored,
             plgpu.SMEM((consumers, QUERIES, dim), q.dtype),
             plgpu.Barrier(num_arrivals=kv // shape.block_size, num_barriers=stages),
             plgpu.Barrier(num_arrivals=kv // shape.block_size, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers),
+            *unpacked,
         ],
         grid=(shape.ctas,),
         grid_names=("cta",),
@@ -98,7 +101,7 @@ def _kernel(
 ):
     # sinks [H] where there are some; out [T, H, D]; lse [tiles, H, queries]; then what scratch_types lists
     sinks = refs[0] if has_sinks else None
-    out, lse, q_tiles, keys, values, out_tiles, k_full, v_full, free, cleaned = refs[-10:]
+    out, lse, q_tiles, keys, values, out_tiles, k_full, v_full, free, cleaned, *unpacked = refs[1 if has_sinks else 0 :]
     kv, dim, consumers = shape.tile_kv, shape.head_dim, shape.consumers
     per_kv_head = shape.group // shape.heads
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
@@ -179,18 +182,26 @@ def _kernel(
         def step(index, state, *, masked: bool, ends: bool):
             done, m, l, acc = state
             stage = lax.rem(done, shape.stages)
-            if ends:
-                plgpu.barrier_wait(v_full.at[stage])
+            k, v = keys.at[stage], values.at[stage]
+            if ends or unpacked:
+                plgpu.barrier_wait(v_full.at[stage])  # before the scores take the registers
+            if unpacked:
+                unpack(v, unpacked[1], end - index * kv if ends else None)
+                v = unpacked[1]
+            elif ends:
 
-                @pl.when((index + 1) * kv > end)  # before the scores take their registers
+                @pl.when((index + 1) * kv > end)
                 def _():
                     mine = kv // consumers
-                    zero_after(values.at[stage, pl.ds(warpgroup * mine, mine)], end - index * kv, warpgroup * mine)
+                    zero_after(v.at[pl.ds(warpgroup * mine, mine)], end - index * kv, warpgroup * mine)
                     plgpu.barrier_arrive(cleaned)
                     plgpu.barrier_wait(cleaned)
 
             plgpu.barrier_wait(k_full.at[stage])
-            scores = dot(q_tile, keys.at[stage].transpose((1, 0)), shape.interpret) * factor
+            if unpacked:
+                unpack(k, unpacked[0])
+                k = unpacked[0]
+            scores = dot(q_tile, k.transpose((1, 0)), shape.interpret) * factor
             if shape.soft_cap is not None:
                 scores = shape.soft_cap * jnp.tanh(scores * (1 / shape.soft_cap))
             if masked:
@@ -205,9 +216,9 @@ def _kernel(
             l = l * keep + p.sum(axis=1)
             acc = acc * along(keep, 0, acc.shape)
             p = p.astype(q.dtype)
-            if not ends:
+            if not (ends or unpacked):
                 plgpu.barrier_wait(v_full.at[stage])
-            acc = dot_add(acc, p, values.at[stage], shape.interpret)
+            acc = dot_add(acc, p, v, shape.interpret)
             plgpu.barrier_arrive(free.at[stage])
             return done + 1, new, l, acc
 

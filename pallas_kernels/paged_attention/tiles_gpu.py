@@ -47,13 +47,16 @@ def default_gpu_tiles(layout: PoolLayout, group: int, window: int | None) -> Gpu
     tile_kv = math.lcm(128 if dim <= 64 else 64, size)
     wide = dim <= 64 or (dim <= 128 and window is None)
     prefill_tile_kv = math.lcm(128 if wide else 64, size)
-    consumers = 2 if dim <= 128 else 1
-    fixed = rows * (6 * dim + 2 * tile_kv + 8) + _OVERHEAD
+    # What 8-bit numbers are unpacked into has one stage: a second warpgroup would have to wait for the first.
+    consumers = 2 if dim <= 128 and not layout.is_quantised else 1
+    unpacked = 4 * dim if layout.is_quantised else 0  # bytes for a position
+    fixed = unpacked * tile_kv + rows * (6 * dim + 2 * tile_kv + 8) + _OVERHEAD
+    prefill_fixed = unpacked * prefill_tile_kv + consumers * 4 * 64 * dim + _OVERHEAD
     half = SMEM_PER_SM // 2 - _RESERVED
     stages, ctas_per_sm = _stages(layout, tile_kv, half - fixed), 2
     if stages < 2:
         stages, ctas_per_sm = _stages(layout, tile_kv, SMEM_PER_CTA - fixed), 1
-    prefill_stages = _stages(layout, prefill_tile_kv, SMEM_PER_CTA - consumers * 4 * 64 * dim - _OVERHEAD)
+    prefill_stages = _stages(layout, prefill_tile_kv, SMEM_PER_CTA - prefill_fixed)
     if min(stages, prefill_stages) < 2:
         raise NotImplementedError(
             f"mosaic_gpu needs two stages of K and V in shared memory: block_size = {size} is too much at"
