@@ -186,7 +186,9 @@ def _fails(step, mode) -> bool:
     return False
 
 
-@pytest.mark.timeout(120)  # a missing wait leaves semaphores high, which could also hang
+# Not _wait_out with "on_wait": there a copy that nobody waits for never happens, and the interpreter waits for it at the
+# end, for ever.
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("wait", "mode"),
     [
@@ -194,7 +196,6 @@ def _fails(step, mode) -> bool:
         ("_wait_kv", "eager"),
         slow("_wait_q", "on_wait"),
         slow("_wait_q", "eager"),
-        slow("_wait_out", "on_wait"),
         slow("_wait_out", "eager"),
     ],
 )
