@@ -1,7 +1,7 @@
 """`ragged_paged_attention` for TPU: how the op's arguments become the kernel's, and its result the op's.
 
-Queries go in as `[T, H / pq, pq, lanes]`, the pool's form, padded with zeros to the pool's lanes; results come out alike.
-By KV head, as they are multiplied, they would have to be transposed here, which XLA does at several cycles a register;
+Queries go in as `[T, H / pq, pq, lanes]`, the pool's form, padded with zeros to the pool's lanes; results come out
+alike. By KV head, as they are multiplied, they would have to be transposed here, which XLA does at several cycles a register;
 the kernel's strided loads do it for less. The kernel is in `mosaic_tpu_kernel`.
 """
 
@@ -46,7 +46,7 @@ def ragged_paged_attention_mosaic_tpu(
         tiles = default_tpu_tiles(layout, group, q.dtype.itemsize, _vmem_bytes())
     if tiles.fetch % layout.block_size:
         raise ValueError(f"tiles.fetch must be a multiple of block_size = {layout.block_size}, got {tiles.fetch}")
-    is_full = jnp.float32 in (q.dtype, layout.dtype)
+    is_full = "float32" in (q.dtype.name, layout.dtype)
     scoring = Scoring(
         layout,
         group,
