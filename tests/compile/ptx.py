@@ -55,7 +55,8 @@ class Kernel:
     @property
     def products(self) -> set[tuple[int, int, int]]:
         """The (m, n, k) of its wgmma."""
-        return {tuple(map(int, found)) for found in re.findall(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", self.ptx)}
+        found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", self.ptx)
+        return {tuple(map(int, shape)) for shape in found}
 
 
 @functools.cache
@@ -104,7 +105,7 @@ def _read(ptx_path: Path) -> Kernel:
         threads=int(np.prod([int(x) for x in re.search(r"\.maxntid ([\d, ]+)", ptx)[1].split(",")])),
         loads=tuple(loads),
         expected=tuple(expected),
-    )  # fmt: skip
+    )
 
 
 def bf16(*shape: int) -> jax.ShapeDtypeStruct:
