@@ -127,7 +127,7 @@ def _kernel(
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
 
     def for_each_item(body, state):
-        """Folds `body(item, kv_head, state)` over this CTA's items; an item's heads are taken at about the same time."""
+        """Folds `body(item, kv_head, state)` over this CTA's items; its heads are taken at about the same time."""
 
         def step(i, state):
             index = cta + i * shape.ctas

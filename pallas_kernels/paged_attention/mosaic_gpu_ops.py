@@ -82,7 +82,7 @@ def zero_after(tile, count, first_row=0) -> None:
 
 
 def stored_and_unpacked(stages: int, tile_kv: int, head_dim: int, stored, computed) -> tuple[list, list]:
-    """Shared memory for K and V: stages as the pool stores them, and of 8-bit numbers a tile each that wgmma can read."""
+    """Shared memory for K and V: stages as the pool stores them; of 8-bit numbers also a tile each for wgmma."""
     if stored == computed:
         return [tiled((stages, tile_kv, head_dim), stored)] * 2, []
     return [plgpu.SMEM((stages, tile_kv, head_dim), stored)] * 2, [tiled((tile_kv, head_dim), computed)] * 2

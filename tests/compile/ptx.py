@@ -72,6 +72,7 @@ def h200() -> NamedSharding:
 def compile_for_h200(function, *structs, **jit_options):
     """The compiled program and its Mosaic kernels by name. `structs` are pytrees of anything with shape and dtype."""
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200()), structs)
+    jax.clear_caches()  # a kernel lowered before would leave only half of its files
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:

@@ -80,8 +80,10 @@ def compiled(layer: Layer, donate: bool = True):
 
 
 def copies_of_the_pool(program, layer: Layer) -> list[str]:
-    shape = ",".join(map(str, layer.layout.shapes(NUM_BLOCKS)[0]))
-    return re.findall(rf".*\w+\[{shape}\][^=]* copy(?:-start)?\(.*", program.as_text())
+    """Lines of HLO, cut short: a kernel's own text is in some."""
+    shape = "[" + ",".join(map(str, layer.layout.shapes(NUM_BLOCKS)[0])) + "]"
+    heads = (line.strip()[:200] for line in program.as_text().splitlines())
+    return [head for head in heads if shape in head and re.search(r" copy(-start)?\(", head)]
 
 
 def bytes_in_flight(kernel, layer: Layer, stages: int) -> int:

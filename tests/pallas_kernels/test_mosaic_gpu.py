@@ -241,11 +241,11 @@ def _compare_meshes() -> None:
     for size in (1, 2):
         layout = dataclasses.replace(step.pool.shard, num_shards=size)
         pool = dataclasses.replace(step.pool, shard=layout.shard)
-        sharded = jax.shard_map(
+        sharded = jax.jit(jax.shard_map(
             call, mesh=Mesh(np.array(jax.devices()[:size]), ("model",)),
             in_specs=(heads, dataclasses.replace(pool, arrays=(pool_spec,)), PartitionSpec()),
             out_specs=(heads, heads), check_vma=False,
-        )  # fmt: skip
+        ))  # fmt: skip
         outs.append([np.asarray(x.astype(jnp.float32)) for x in sharded(step.q, pool, step.meta)])
     for one, two in zip(*outs):
         np.testing.assert_array_equal(one, two)
