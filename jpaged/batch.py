@@ -6,105 +6,104 @@ import numpy as np
 
 from jpaged.buckets import Buckets
 from jpaged.config import CacheSpec, EngineConfig
-from jpaged.packed_step import PackedStep
-from jpaged.sampling_batch import MAX_BANNED_TOKENS, SamplingBatch
+from jpaged.device_state import RowLoad
+from jpaged.packing import packed_size, views
 from jpaged.scheduler import SchedulerOutput
 from jpaged.sequence import Sequence
-from models.types import ForwardBatch
+from jpaged.step_input import StepInput
 
 
 @dataclass(frozen=True)
 class HostStep:
-    """One step's input: the program that it is for, and the buffer that the program takes."""
+    """One step's program and input, packed. row_loads bring the rows of new sequences, before the step runs."""
 
     bucket: tuple[int, int]
     buffer: np.ndarray
-    batch: ForwardBatch  # views into the buffer, as is sampling
-    sampling: SamplingBatch
+    row_loads: list[np.ndarray]
     num_sampled: int
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.sampling.wants_logprobs.any())
+    wants_logprobs: bool
 
 
 class BatchBuilder:
-    """Keeps what changes little (prompts, block tables, sampling parameters) in one array row a running sequence.
+    """Knows what the device knows of each running sequence's row, and so tells it only what is new.
 
-    A step then gathers rows, and Python's work does not grow with the number of tokens. Where a sequence's next token
-    is still being sampled, the device is told to take it from its own table: -1 - row stands for it.
+    Where a sequence's next token is still being sampled, the device is told to take it from its own table.
     """
 
     def __init__(self, config: EngineConfig, spec: CacheSpec):
-        num_rows = config.max_num_seqs
-        self.block_size = spec.block_size
+        self.max_num_seqs = num_rows = config.max_num_seqs
+        self.max_blocks = spec.max_blocks_per_seq
         self.buckets = Buckets(config.max_num_batched_tokens, config.max_num_seqs, config.token_buckets)
-        self.num_rows = num_rows
         self.token_ids = np.zeros((num_rows, spec.max_model_len), np.int32)
-        self.block_tables = np.zeros((num_rows, spec.max_blocks_per_seq), np.int32)
-        self.num_blocks = np.zeros(num_rows, np.int32)  # valid columns of block_tables
-        self.min_lengths = np.zeros(num_rows, np.int32)  # under it a sequence may not stop
-        self.sampling = SamplingBatch.neutral(num_rows)
+        self.num_blocks = np.zeros(num_rows, np.int32)  # of each row's table, as the device has it
+        self.wants_logprobs = np.zeros(num_rows, bool)
 
     def build(self, plan: SchedulerOutput) -> HostStep:
         """The step's input, padded to the smallest program that holds it."""
-        for seq in plan.admitted:
-            self._load(seq)
         seqs = list(plan.num_scheduled_tokens)
         rows = np.fromiter((s.row for s in seqs), np.int32, len(seqs))
         counts = np.fromiter(plan.num_scheduled_tokens.values(), np.int32, len(seqs))
         starts = np.array(plan.starts, np.int32)
         known = np.fromiter((len(s.token_ids) for s in seqs), np.int32, len(seqs))
+        for seq in plan.admitted:
+            self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
         self.token_ids[rows, known - 1] = np.fromiter((s.token_ids[-1] for s in seqs), np.int32, len(seqs))
-        self.token_ids[rows, known] = -1 - rows
-        self._extend_block_tables(seqs, rows)
+        is_pending = starts >= known
+        self.token_ids[rows[is_pending], starts[is_pending]] = -1 - rows[is_pending]
+        is_sampled = starts + counts >= known
+        num_tokens, num_sampled = int(counts.sum()), len(plan.sampled)
 
-        ends = starts + counts
-        is_sampled = ends >= known
-        num_sampled = len(plan.sampled)
-        bucket = self.buckets.choose(int(counts.sum()), num_sampled)
-        buffer, batch, sampling = PackedStep(*bucket, self.num_rows, self.block_tables.shape[1]).empty()
-        self._fill_forward_batch(batch, plan.num_decodes, rows, counts, starts, is_sampled)
-        self._fill_sampling_batch(sampling, plan.sampled, rows[is_sampled], ends[is_sampled])
-        return HostStep(bucket, buffer, batch, sampling, num_sampled)
-
-    def _load(self, seq: Sequence) -> None:
-        row, params = seq.row, seq.params
-        self.token_ids[row, : seq.num_tokens] = seq.token_ids
-        self.num_blocks[row] = 0
-        self.min_lengths[row] = seq.num_prompt_tokens + params.min_tokens
-        self.sampling.set_row(row, params, seq.seed)
-
-    def _extend_block_tables(self, seqs: list[Sequence], rows: np.ndarray) -> None:
-        have = np.fromiter((len(s.block_table.blocks) for s in seqs), np.int32, len(seqs))
-        for i in np.flatnonzero(have != self.num_blocks[rows]):
-            row, known = rows[i], self.num_blocks[rows[i]]
-            self.block_tables[row, known : have[i]] = seqs[i].block_table.block_ids(known)
-            self.num_blocks[row] = have[i]
-
-    def _fill_forward_batch(self, batch: ForwardBatch, num_decodes: int, rows, counts, starts, is_sampled) -> None:
-        num_seqs, num_tokens = len(rows), int(counts.sum())
+        bucket = self.buckets.choose(num_tokens, num_sampled, decodes_on=max(plan.limits, default=1) > 1)
+        template = StepInput.shapes(*bucket, self.max_num_seqs)
+        buffer = np.zeros(packed_size(template), np.int32)
+        step = views(buffer, template)
+        step.make_neutral(self.max_num_seqs, self.max_blocks)
         ends = np.cumsum(counts, dtype=np.int32)
         token_rows = np.repeat(rows, counts)
         positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - counts - starts, counts)
-        block_ids = self.block_tables[token_rows, positions // self.block_size]
+        step.token_ids[:num_tokens] = self.token_ids[token_rows, positions]
+        step.row_ids[: len(seqs)] = rows
+        step.starts[: len(seqs)] = starts
+        step.query_start_loc[1 : len(seqs) + 1] = ends
+        step.query_start_loc[len(seqs) + 1 :] = num_tokens
+        step.distribution[:] = plan.num_decodes, plan.num_decodes, len(seqs)
+        step.logits_indices[:num_sampled] = (ends - 1)[is_sampled]
+        step.sampled_rows[:num_sampled] = rows[is_sampled]
+        step.limits[:num_sampled] = plan.limits
+        new = self._update_tables(seqs, rows, counts, step.table_updates)
+        row_loads = self._load_rows(plan.admitted + [s for s in new if s not in plan.admitted])
+        return HostStep(bucket, buffer, row_loads, num_sampled, bool(self.wants_logprobs[rows[is_sampled]].any()))
 
-        batch.token_ids[:num_tokens] = self.token_ids[token_rows, positions]
-        batch.positions[:num_tokens] = positions
-        batch.logits_indices[: int(is_sampled.sum())] = (ends - 1)[is_sampled]
-        meta = batch.attention
-        meta.slot_mapping[:num_tokens] = block_ids * self.block_size + positions % self.block_size
-        meta.query_start_loc[1 : num_seqs + 1] = ends
-        meta.query_start_loc[num_seqs + 1 :] = num_tokens
-        meta.seq_lens[:num_seqs] = starts + counts
-        width = self.num_blocks[rows].max(initial=0)
-        meta.block_tables[:num_seqs, :width] = self.block_tables[rows, :width]
-        meta.distribution[:] = num_decodes, num_decodes, num_seqs
+    def _update_tables(self, seqs: list[Sequence], rows, counts, updates) -> list[Sequence]:
+        """Writes down the blocks that the device has not seen; returns the sequences that have too many for that."""
+        have = np.fromiter((len(s.block_table.blocks) for s in seqs), np.int32, len(seqs))
+        num_updates, reload = 0, []
+        for i in np.flatnonzero(have != self.num_blocks[rows]):
+            seq, known = seqs[i], self.num_blocks[rows[i]]
+            if have[i] - known > counts[i]:  # there is room for one a token
+                reload.append(seq)
+                continue
+            for column, block_id in enumerate(seq.block_table.block_ids(known), start=known):
+                updates[num_updates] = rows[i], column, block_id
+                num_updates += 1
+        self.num_blocks[rows] = have
+        return reload
 
-    def _fill_sampling_batch(self, batch: SamplingBatch, sampled: list[Sequence], rows, lengths) -> None:
-        batch.copy_rows(self.sampling, rows)
-        batch.positions[: len(rows)] = lengths
-        for i in np.flatnonzero(lengths < self.min_lengths[rows]):
-            banned = sorted(sampled[i].stop_token_ids)
-            assert len(banned) <= MAX_BANNED_TOKENS, f"{sampled[i]} bans {len(banned)} tokens"
-            batch.banned_ids[i, : len(banned)] = banned
+    def _load_rows(self, seqs: list[Sequence]) -> list[np.ndarray]:
+        """Whole rows for the device, `RowLoad.SIZE` to a buffer."""
+        template = RowLoad.shapes(self.max_blocks)
+        buffers = []
+        for begin in range(0, len(seqs), RowLoad.SIZE):
+            buffers.append(np.zeros(packed_size(template), np.int32))
+            load = views(buffers[-1], template)
+            load.row_ids.fill(self.max_num_seqs)
+            load.sampling.make_neutral()
+            for i, seq in enumerate(seqs[begin : begin + RowLoad.SIZE]):
+                row, blocks = seq.row, seq.block_table.blocks
+                load.row_ids[i] = row
+                load.block_tables[i, : len(blocks)] = seq.block_table.block_ids(0)
+                min_length = seq.num_prompt_tokens + seq.params.min_tokens
+                load.sampling.set_row(i, seq.params, seq.seed, seq.stop_token_ids, min_length)
+                self.num_blocks[row] = len(blocks)
+                self.wants_logprobs[row] = seq.params.logprobs is not None
+        return buffers

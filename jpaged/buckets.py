@@ -37,10 +37,10 @@ class Buckets:
         largest = min(num_tokens, self.max_rows)
         return [*(r for r in (32, 128) if 2 * r < largest), largest]
 
-    def choose(self, num_tokens: int, num_rows: int) -> tuple[int, int]:
-        """The smallest program that holds a step."""
+    def choose(self, num_tokens: int, num_rows: int, *, decodes_on: bool = False) -> tuple[int, int]:
+        """The smallest program that holds a step; that with all rows where the device is to decode several times."""
         tokens = round_up(num_tokens, self.tokens)
-        return tokens, round_up(num_rows, self.rows(tokens))
+        return tokens, round_up(min(tokens, self.max_rows) if decodes_on else num_rows, self.rows(tokens))
 
     def all(self) -> list[tuple[int, int]]:
         """Every program, in the order in which they are worth having: pure decodes and full prompts first."""

@@ -17,6 +17,7 @@ _LEAST = {  # the counts, and the least that each may be
     "max_num_seqs": 1,
     "max_num_queued_requests": 1,
     "max_logprobs": 0,
+    "num_scheduler_steps": 1,
     "tensor_parallel_size": 1,
 }
 
@@ -67,6 +68,9 @@ class EngineConfig:
     max_num_seqs: int = _option(256, "sequences that run at once at most")
     max_num_queued_requests: int | None = _option(None, "requests that may wait; more are refused (default: no limit)")
     enable_chunked_prefill: bool = _option(True, "split prompts over steps and mix them with decodes")
+    num_scheduler_steps: int = _option(
+        1, "decodes that the device may run in a row before the host is asked, where every sequence allows it"
+    )
     async_scheduling: bool = _option(True, "plan the next step while the device runs the present one")
     max_logprobs: int = _option(20, "the most log-probs that a request may ask for at a position")
 

@@ -150,8 +150,8 @@ class LLMEngine:
         step, result = self.in_flight.retire()
         self._num_failed_steps = 0
         appended = self.scheduler.update(step.plan, result.token_ids)
-        deltas = self._process(appended, result, time.monotonic())
-        self._record_step(step, len(appended))
+        deltas = self._process(appended, result)
+        self._record_step(step, sum(len(token_ids) for _, _, token_ids in appended))
         if not self.has_work:
             self.in_flight.rest()
         return deltas
@@ -166,17 +166,17 @@ class LLMEngine:
                 failure = earlier
         return deltas + self._recover(failure)
 
-    def _process(self, appended: list[tuple[int, Sequence, int]], result: StepResult, now: float) -> list[OutputDelta]:
-        deltas = []
+    def _process(self, appended: list[tuple[int, Sequence, list[int]]], result: StepResult) -> list[OutputDelta]:
+        deltas, now = [], time.monotonic()
         gaps = Counter()  # most rows of a step waited equally long
-        for row, seq, token_id in appended:
+        for row, seq, token_ids in appended:
             state = self.requests[seq.request_id]
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
             else:
-                gaps[now - state.last_token_time] += 1
+                gaps[(now - state.last_token_time) / len(token_ids)] += len(token_ids)
             state.last_token_time = now
-            delta = state.advance(token_id, token_logprobs(seq.params, token_id, result, row, self.tokenizer))
+            delta = state.advance(token_ids, token_logprobs(seq.params, token_ids[0], result, row, self.tokenizer))
             deltas.append(delta)
             if delta.finish_reason is not None:
                 self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler has ended it

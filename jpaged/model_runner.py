@@ -22,9 +22,10 @@ from models.weights import Checkpoint
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's tokens on the host, one a sampled sequence; the log-probs only where some request asked for them."""
+    """A step's tokens on the host, for each sampled sequence those of the step's decodes, in order (the last of one that
+    stops may be nonsense); the log-probs, of the first, only where some request asked for them."""
 
-    token_ids: list[int]
+    token_ids: list[list[int]]
     logprobs: Sampled | None  # numpy arrays
 
 
@@ -46,7 +47,8 @@ class PendingResult:
         arrays = jax.tree.map(np.asarray, self._arrays)
         logprobs = arrays if isinstance(arrays, Sampled) else None
         token_ids = arrays if logprobs is None else arrays.token_ids
-        return StepResult(token_ids[: self._num_sampled].tolist(), logprobs)
+        token_ids = token_ids if token_ids.ndim == 2 else token_ids[None]
+        return StepResult(token_ids[:, : self._num_sampled].T.tolist(), logprobs)
 
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:
@@ -100,11 +102,20 @@ class ModelRunner:
                 on_compiled(phase)
 
         self.programs = Programs(self._compile, self.buckets.all(), on_prepared)
+        load, arguments = (
+            self.step.jitted_load(self.spec.max_blocks_per_seq),
+            self.step.load_arguments(self.spec.max_blocks_per_seq),
+        )
+        self._load_rows = self._program_cache.compile(("rows",), load, arguments, jax.tree.structure(arguments[0]))
         self.state = self._make_state()
 
     def submit(self, step: HostStep) -> PendingResult:
         """Gives a step to the devices and returns at once, where its program is compiled. Steps run in order."""
-        self.state, sampled = self.programs[step.bucket](self.leaves, self.state, step.buffer)
+        rows = self.state.rows
+        for buffer in step.row_loads:
+            rows = self._load_rows(rows, buffer)
+        state = DeviceState(self.state.pools, rows)
+        self.state, sampled = self.programs[step.bucket](self.leaves, state, step.buffer)
         return PendingResult(sampled, step.num_sampled, step.wants_logprobs)
 
     def reset_state(self) -> None:
@@ -113,17 +124,17 @@ class ModelRunner:
         self.state = self._make_state()
 
     def _make_state(self) -> DeviceState:
-        make = jax.jit(partial(self.step.make_state, self.spec.num_blocks), out_shardings=self.step.state_shardings)
-        return self._program_cache.compile(("state",), make, (), jax.tree.structure(self.step.state(2)))()
+        size = self.spec.num_blocks, self.spec.max_blocks_per_seq
+        make = jax.jit(partial(self.step.make_state, *size), out_shardings=self.step.state_shardings)
+        return self._program_cache.compile(("state",), make, (), jax.tree.structure(self.step.state(*size)))()
 
     def _fingerprint(self) -> str:
         config = self.config
         return fingerprint(
             self.model_config, self.layout, self.step.dtype, self.spec, self.mesh.devices.shape,
-            config.max_num_seqs, config.max_logprobs, config.attention_backend,
+            config.max_num_seqs, config.max_logprobs, config.attention_backend, config.num_scheduler_steps,
         )  # fmt: skip
 
     def _compile(self, bucket: tuple[int, int]):
-        packing = self.step.packing(bucket, self.spec.max_blocks_per_seq)
-        arguments = self.step.arguments(packing, self.spec.num_blocks)
-        return self._program_cache.compile(bucket, self.step.jitted(packing), arguments, self.step.result_structure)
+        arguments = self.step.arguments(bucket, self.spec.num_blocks, self.spec.max_blocks_per_seq)
+        return self._program_cache.compile(bucket, self.step.jitted(bucket), arguments, self.step.result_structure)

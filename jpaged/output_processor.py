@@ -22,17 +22,20 @@ class RequestState:
         self.metrics = RequestMetrics(arrival_time)
         self.last_token_time = arrival_time
 
-    def advance(self, token_id: int, logprobs: TokenLogprobs | None) -> OutputDelta:
-        """The delta of one more token. Where it completes a stop string, the delta says so and the caller ends the sequence."""
+    def advance(self, token_ids: list[int], logprobs: TokenLogprobs | None) -> OutputDelta:
+        """The delta of one more token, or of several where the request has neither stop strings nor log-probs.
+
+        Where it completes a stop string, the delta says so and the caller ends the sequence.
+        """
         seq, checker = self.seq, self.stop_checker
         may_stop = seq.num_output_tokens >= seq.params.min_tokens
-        text = checker.push(self.detokenizer.push(token_id), may_stop=may_stop)
+        text = checker.push("".join(map(self.detokenizer.push, token_ids)), may_stop=may_stop)
         if seq.is_finished:
             text += checker.push(self.detokenizer.flush(), may_stop=may_stop) + checker.flush()
         delta = OutputDelta(
             request_id=seq.request_id,
             text=text,
-            token_ids=[token_id],
+            token_ids=token_ids,
             logprobs=None if logprobs is None else [logprobs],
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,

@@ -20,9 +20,9 @@ from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = (  # what decides a program; the last two its arguments' shapes
+_SOURCES = (  # what decides a program; the last ones its arguments' shapes
     "models", "pallas_kernels", "jpaged/step.py", "jpaged/sampler.py", "jpaged/sampling_batch.py",
-    "jpaged/packed_step.py", "jpaged/sampling_params.py",
+    "jpaged/step_input.py", "jpaged/device_state.py", "jpaged/packing.py", "jpaged/sampling_params.py",
 )  # fmt: skip
 _KEPT_FINGERPRINTS = 8  # older ones belong to code or flags of the past
 

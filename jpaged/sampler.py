@@ -19,15 +19,22 @@ def _run_length(vocab: int) -> int:
     return next((length for length in range(128, 63, -16) if part % length == 0), 128)
 
 
-def sample(logits: Float[Array, "R V"], batch: SamplingBatch, *, max_logprobs: int) -> Sampled:
-    """Draws one token a row.
+def sample(
+    logits: Float[Array, "R V"], batch: SamplingBatch, positions: Int[Array, "R"], *, max_logprobs: int
+) -> Sampled:
+    """Draws one token a row; positions are those that the tokens will have in their sequences.
 
     A row's draw is a function of its logits, its seed and its position alone. Work that no row of the step needs is
     skipped by `lax.cond`, so a mix of requests never compiles anew.
     """
-    masked = jax.lax.cond(jnp.any(batch.banned_ids >= 0), _ban, lambda x, _: x, logits, batch.banned_ids)
+    must_go_on = positions < batch.min_length
+    masked = jax.lax.cond(
+        jnp.any(must_go_on), _ban, lambda x, _: x, logits, jnp.where(must_go_on[:, None], batch.stop_ids, -1)
+    )
     greedy = _argmax(masked)
-    token_ids = jax.lax.cond(jnp.any(batch.temperature > 0), _draw, lambda x, b, g: g, masked, batch, greedy)
+    token_ids = jax.lax.cond(
+        jnp.any(batch.temperature > 0), _draw, lambda x, b, p, g: g, masked, batch, positions, greedy
+    )
     logprobs, ranks, top_ids, top_logprobs = jax.lax.cond(
         jnp.any(batch.wants_logprobs > 0),
         lambda x, t: _logprobs(x, t, max_logprobs),
@@ -44,14 +51,14 @@ def _ban(logits, banned_ids):
     return logits.at[rows, columns].set(-jnp.inf, mode="drop")
 
 
-def _draw(logits, batch: SamplingBatch, greedy):
+def _draw(logits, batch: SamplingBatch, positions, greedy):
     """Inverse transform sampling from the filtered distribution; greedy rows keep their token."""
     is_random = batch.temperature > 0
     scaled = logits / jnp.where(is_random, batch.temperature, 1.0)[:, None]
     scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
     threshold = _filter_threshold(scaled, batch)
     weights = jnp.where(_order(scaled) >= threshold[:, None], jnp.exp(scaled), 0.0)
-    drawn = _inverse_cdf(weights, _uniform(batch.seeds, batch.positions))
+    drawn = _inverse_cdf(weights, _uniform(batch.seeds, positions))
     return jnp.where(is_random, drawn, greedy)
 
 

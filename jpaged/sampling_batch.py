@@ -1,4 +1,4 @@
-"""SamplingBatch and Sampled: what the sampler is told of a step's rows, and what it answers."""
+"""What the sampler is told of its rows, and what it answers."""
 
 from dataclasses import dataclass, fields
 
@@ -9,17 +9,15 @@ from jaxtyping import Float, Int, UInt32
 from jpaged.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from pallas_kernels import AnyArray
 
-MAX_BANNED_TOKENS = MAX_STOP_TOKEN_IDS + 16  # a request's own stop tokens and the model's ends of text
-NO_STATE_ROW = 2**30  # out of range: writes there are dropped
+MAX_STOPS = MAX_STOP_TOKEN_IDS + 16  # a request's own stop tokens and the model's ends of text
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingBatch:
-    """One row a token to sample. On the host the arrays are numpy and written in place.
+    """The sampling parameters of some rows: of the sequences that run, or of the tokens that a step samples.
 
-    seeds are 64 bits as two words; positions index the sampled token in its sequence; banned_ids are filled up with -1;
-    state_rows say where on the device the sequence's newest token is kept, `NO_STATE_ROW` for padding.
+    seeds are 64 bits as two words; stop_ids are filled up with -1 and may not be sampled at positions under min_length.
     """
 
     temperature: Float[AnyArray, "R"]
@@ -27,16 +25,15 @@ class SamplingBatch:
     min_p: Float[AnyArray, "R"]
     top_k: Int[AnyArray, "R"]
     seeds: UInt32[AnyArray, "R 2"]
-    positions: Int[AnyArray, "R"]
     wants_logprobs: Int[AnyArray, "R"]  # 0 or 1
-    banned_ids: Int[AnyArray, "R banned"]
-    state_rows: Int[AnyArray, "R"]
+    min_length: Int[AnyArray, "R"]
+    stop_ids: Int[AnyArray, "R stops"]
 
     @classmethod
     def shapes(cls, num_rows: int) -> "SamplingBatch":
         """One of num_rows rows as `ShapeDtypeStruct`s."""
         dtypes = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seeds": np.uint32}
-        widths = {"seeds": (2,), "banned_ids": (MAX_BANNED_TOKENS,)}
+        widths = {"seeds": (2,), "stop_ids": (MAX_STOPS,)}
         return cls(
             **{
                 f.name: jax.ShapeDtypeStruct((num_rows, *widths.get(f.name, ())), dtypes.get(f.name, np.int32))
@@ -54,23 +51,19 @@ class SamplingBatch:
     def make_neutral(self) -> None:
         """Makes host rows of zeros greedy and unfiltered."""
         self.top_p.fill(1)
-        self.banned_ids.fill(-1)
-        self.state_rows.fill(NO_STATE_ROW)
+        self.stop_ids.fill(-1)
 
-    def set_row(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Writes a request's parameters into a host row that is also its row on the device."""
+    def set_row(self, row: int, params: SamplingParams, seed: int, stop_ids: frozenset[int], min_length: int) -> None:
+        """Writes a request's parameters into a neutral host row."""
+        assert len(stop_ids) <= MAX_STOPS, f"{len(stop_ids)} stop tokens"
         self.temperature[row] = 0.0 if params.is_greedy else params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.top_k[row] = max(params.top_k, 0)
         self.seeds[row] = seed >> 32, seed & 0xFFFFFFFF
         self.wants_logprobs[row] = params.logprobs is not None
-        self.state_rows[row] = row
-
-    def copy_rows(self, source: "SamplingBatch", rows: np.ndarray) -> None:
-        """Fills the first host rows with the given rows of source."""
-        for f in fields(self):
-            getattr(self, f.name)[: len(rows)] = getattr(source, f.name)[rows]
+        self.min_length[row] = min_length
+        self.stop_ids[row, : len(stop_ids)] = sorted(stop_ids)
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +71,7 @@ class SamplingBatch:
 class Sampled:
     """What came of a step. The log-probs are of the model's own distribution; zeros where no row asked for them."""
 
-    token_ids: Int[AnyArray, "R"]
+    token_ids: Int[AnyArray, "*steps R"]  # a step of several decodes stacks the tokens of each
     logprobs: Float[AnyArray, "R"]
     ranks: Int[AnyArray, "R"]
     top_ids: Int[AnyArray, "R top"]

@@ -19,6 +19,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # the first position computed of each, in the same order
     sampled: list[Sequence] = field(default_factory=list)  # those whose next token this step yields, in batch order
+    limits: list[int] = field(default_factory=list)  # how many tokens it yields of each: several where it decodes on
     num_decodes: int = 0
     admitted: list[Sequence] = field(default_factory=list)  # have a new row and a new block table
     num_preempted: int = 0
@@ -48,6 +49,7 @@ class Scheduler:
         self.kv = kv
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.num_scheduler_steps = config.num_scheduler_steps
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
@@ -74,7 +76,7 @@ class Scheduler:
         plan = SchedulerOutput()
         budget, block_size = self.max_num_batched_tokens, self.kv.block_size
         for seq in list(self.running):  # decodes, then at most one unfinished prompt: the newest
-            if seq.num_pending and seq.ends_with_pending:
+            if seq.num_pending and seq.num_tokens_left == 0:  # the last token that it may have is on its way
                 continue
             num_missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens
             num_tokens = min(num_missing, budget)
@@ -95,38 +97,69 @@ class Scheduler:
 
     def _commit(self, plan: SchedulerOutput) -> None:
         """Counts what is scheduled as computed, and what it samples as pending."""
-        starts, sampled = plan.starts, plan.sampled
+        starts, sampled, limits = plan.starts, plan.sampled, plan.limits
+        num_steps = self._num_decodes_in_a_row(plan)
         for seq, num_tokens in plan.num_scheduled_tokens.items():
             start = seq.num_computed_tokens
             starts.append(start)
-            seq.num_computed_tokens = end = start + num_tokens
+            end = start + num_tokens
             if end == len(seq.token_ids) + seq.num_pending:
-                seq.num_pending += 1
+                limit = min(num_steps, seq.num_tokens_left)
+                seq.num_pending += limit
+                end += limit - 1
                 sampled.append(seq)
+                limits.append(limit)
+            seq.num_computed_tokens = end
         self.in_flight.append(plan)
 
-    def update(self, plan: SchedulerOutput, token_ids: list[int]) -> list[tuple[int, Sequence, int]]:
-        """Takes the result of the oldest step in flight: token_ids are those of plan.sampled, in order. Frees what is
-        finished.
+    def _num_decodes_in_a_row(self, plan: SchedulerOutput) -> int:
+        """How often the device may decode before the host is asked: more than once only where everyone decodes, nobody
+        waits to come in, every sequence is judged by its tokens alone, and there are blocks for all of it."""
+        most = min(self.num_scheduler_steps, max(seq.num_tokens_left for seq in plan.num_scheduled_tokens))
+        if most == 1 or self.waiting or plan.num_decodes < len(plan.num_scheduled_tokens):
+            return 1
+        for seq in plan.num_scheduled_tokens:
+            if seq.params.stop or seq.params.logprobs is not None:
+                return 1
+            if self.kv.allocate_slots(seq, min(most, seq.num_tokens_left)) is None:
+                return 1
+        return most
 
-        Returns (index in plan.sampled, sequence, token) for every token appended; those of ended sequences are dropped.
+    def update(self, plan: SchedulerOutput, token_ids: list[list[int]]) -> list[tuple[int, Sequence, list[int]]]:
+        """Takes the result of the oldest step in flight: token_ids are those of each of plan.sampled, in order, at least
+        as many as its limit. Frees what is finished.
+
+        Returns (index in plan.sampled, sequence, tokens appended) for each sequence that had not ended before; tokens
+        after an end are dropped.
         """
         assert self.in_flight and self.in_flight[0] is plan, "results must come in the order of the plans"
         self.in_flight.popleft()
-        block_size = self.kv.block_size
-        for (seq, num_tokens), start in zip(plan.num_scheduled_tokens.items(), plan.starts):
-            if start // block_size != (start + num_tokens) // block_size and not seq.is_finished:
-                self.kv.cache_full_blocks(seq, start, start + num_tokens)
+        if plan.num_decodes < len(plan.num_scheduled_tokens):
+            self._cache_prompts(plan)
         appended = []
-        for index, (seq, token_id) in enumerate(zip(plan.sampled, token_ids, strict=True)):
+        for index, (seq, tokens, limit) in enumerate(zip(plan.sampled, token_ids, plan.limits, strict=True)):
             if seq.is_finished:
                 continue
-            appended.append((index, seq, token_id))
-            seq.num_pending -= 1
-            reason = seq.append(token_id)
+            before = len(seq.token_ids)
+            seq.num_pending -= limit
+            reason = None
+            for token_id in tokens[:limit]:
+                reason = seq.append(token_id)
+                if reason is not None:
+                    break
+            appended.append((index, seq, seq.token_ids[before:]))
+            if (before - 1) // self.kv.block_size != (len(seq.token_ids) - 1) // self.kv.block_size:
+                self.kv.cache_full_blocks(seq, before - 1, len(seq.token_ids) - 1)
             if reason is not None:
                 self.finish(seq, reason)
         return appended
+
+    def _cache_prompts(self, plan: SchedulerOutput) -> None:
+        """Makes what a step has computed of prompts findable; a last token's turn comes with the one sampled after it."""
+        sampled = set(plan.sampled)
+        for (seq, num_tokens), start in zip(plan.num_scheduled_tokens.items(), plan.starts):
+            if not seq.is_finished:
+                self.kv.cache_full_blocks(seq, start, start + num_tokens - (seq in sampled))
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends a sequence, whatever its state, and frees its blocks at once. Ending it twice changes nothing."""

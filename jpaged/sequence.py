@@ -78,9 +78,9 @@ class Sequence:
         return len(self.token_ids) + self.num_pending
 
     @property
-    def ends_with_pending(self) -> bool:
-        """Whether the pending tokens are the last that it may have: nothing more is to be computed."""
-        return self.num_output_tokens + self.num_pending >= self.max_tokens
+    def num_tokens_left(self) -> int:
+        """Tokens that it may still have after the pending ones."""
+        return self.num_prompt_tokens + self.max_tokens - self.length
 
     @property
     def output_token_ids(self) -> list[int]:

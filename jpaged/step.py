@@ -4,7 +4,7 @@ The engine compiles its programs from it, the memory plan measures it, and tests
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,13 +13,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
 
 from jpaged.config import EngineConfig
+from jpaged.device_state import DeviceState, RowLoad, RowState, extend_tables, load_rows
 from jpaged.memory_plan import StepMemory
-from jpaged.packed_step import PackedStep
+from jpaged.packing import packed_size, unpack
 from jpaged.sampler import sample
 from jpaged.sampling_batch import Sampled
+from jpaged.step_input import StepInput, forward_batch, next_decode, sampled_positions
 from models.config import ModelConfig
 from models.layers import MODEL_AXIS
 from models.registry import model_class
@@ -27,28 +28,49 @@ from models.types import Pools
 from pallas_kernels import PoolLayout, make_pool, pool_struct
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DeviceState:
-    """What stays on the device from step to step. Donated: a step makes the next one of it, in place."""
-
-    pools: Pools
-    newest_tokens: Int[Array, "rows"]  # the token sampled last for the sequence in each of the host's rows
-
-
-def step(graphdef, treedef, max_logprobs, packing: PackedStep, leaves, state: DeviceState, buffer):
+def step(
+    graphdef, treedef, template: StepInput, max_logprobs: int, max_decodes: int, leaves, state: DeviceState, buffer
+) -> tuple[DeviceState, Sampled]:
     """(weights, state, host's input) -> (state, tokens): the whole of what the device does.
 
-    A token id below 0 stands for the newest token of row -1 - id: the host has not seen it yet.
+    Where max_decodes is over 1 the step goes on decoding as long as the host says and somebody has not stopped.
     """
-    batch, sampling = packing.unpack(buffer)
-    newest = state.newest_tokens[jnp.maximum(-1 - batch.token_ids, 0)]
-    batch = replace(batch, token_ids=jnp.where(batch.token_ids < 0, newest, batch.token_ids))
+    host = unpack(buffer, template)
     model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-    logits, pools = model(batch, state.pools)
-    sampled = sample(logits, sampling, max_logprobs=max_logprobs)
-    newest_tokens = state.newest_tokens.at[sampling.state_rows].set(sampled.token_ids, mode="drop")
-    return DeviceState(pools, newest_tokens), sampled
+    rows = extend_tables(state.rows, host.table_updates)
+
+    def compute(host: StepInput, state: DeviceState) -> tuple[DeviceState, Sampled]:
+        block_size = state.pools[0].block_size
+        logits, pools = model(forward_batch(host, state.rows, block_size), state.pools)
+        sampling = jax.tree.map(lambda table: table[host.sampled_rows], state.rows.sampling)
+        positions = sampled_positions(host)
+        sampled = sample(logits, sampling, positions, max_logprobs=max_logprobs)
+        newest = state.rows.newest_tokens.at[host.sampled_rows].set(sampled.token_ids)
+        return DeviceState(pools, replace(state.rows, newest_tokens=newest)), sampled
+
+    state, first = compute(host, replace(state, rows=rows))
+    if max_decodes == 1:
+        return state, first
+    stop_ids = state.rows.sampling.stop_ids[host.sampled_rows]
+
+    def goes_on(carry):
+        num_done, is_alive, *_ = carry
+        return jnp.any(is_alive) & (num_done < max_decodes)
+
+    def decode(carry):
+        num_done, is_alive, host, state, tokens = carry
+        host = next_decode(host, is_alive, len(state.rows.newest_tokens) - 1)
+        state, sampled = compute(host, state)
+        is_alive = is_alive & survives(sampled.token_ids, num_done + 1)
+        return num_done + 1, is_alive, host, state, tokens.at[num_done].set(sampled.token_ids)
+
+    def survives(token_ids, num_done):
+        return (num_done < host.limits) & ~jnp.any(token_ids[:, None] == stop_ids, axis=1)
+
+    tokens = jnp.zeros((max_decodes, len(first.token_ids)), jnp.int32).at[0].set(first.token_ids)
+    carry = jnp.int32(1), survives(first.token_ids, 1), host, state, tokens
+    *_, state, tokens = jax.lax.while_loop(goes_on, decode, carry)
+    return state, replace(first, token_ids=tokens)
 
 
 class StepFunction:
@@ -94,28 +116,33 @@ class StepFunction:
         self.abstract_leaves, self.treedef = jax.tree.flatten(self.abstract_state)
         self.pool_sharding = NamedSharding(mesh, self.layout.partition_spec(MODEL_AXIS))
         self._replicated = NamedSharding(mesh, P())
-        self.state_shardings = DeviceState(self.pool_sharding, self._replicated)
+        rows = jax.tree.map(lambda _: self._replicated, RowState.initial(1, 1))
+        self.state_shardings = DeviceState(self.pool_sharding, rows)
 
-    def jitted(self, packing: PackedStep):
-        """The step of one program."""
-        return jax.jit(
-            partial(step, self.graphdef, self.treedef, self.config.max_logprobs, packing),
-            donate_argnums=1,
-            out_shardings=(self.state_shardings, self._replicated),
-        )
+    def template(self, bucket: tuple[int, int]) -> StepInput:
+        """The shapes of the host's input to a bucket's step."""
+        return StepInput.shapes(*bucket, self.config.max_num_seqs)
 
-    def packing(self, bucket: tuple[int, int], max_blocks_per_seq: int) -> PackedStep:
-        """The host's input to the step of a bucket."""
-        return PackedStep(*bucket, self.config.max_num_seqs, max_blocks_per_seq)
+    def max_decodes(self, bucket: tuple[int, int]) -> int:
+        """How many decodes one run of a bucket's program may hold: several only where every sequence is sampled."""
+        has_all_rows = bucket[1] == len(self.template(bucket).row_ids)
+        return self.config.num_scheduler_steps if has_all_rows else 1
 
-    def state(self, num_blocks: int) -> DeviceState:
+    def jitted(self, bucket: tuple[int, int]):
+        """The step of one bucket."""
+        static = self.graphdef, self.treedef, self.template(bucket), self.config.max_logprobs, self.max_decodes(bucket)
+        return jax.jit(partial(step, *static), donate_argnums=1, out_shardings=(self.state_shardings, self._replicated))
+
+    def state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
         """The shapes of the state with num_blocks blocks for each layer."""
         pools = self._pools(num_blocks, partial(pool_struct, sharding=self.pool_sharding))
-        return DeviceState(pools, self._struct(self.config.max_num_seqs))
+        rows = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq)
+        return DeviceState(pools, jax.tree.map(lambda leaf: self._struct(leaf.shape, leaf.dtype), rows))
 
-    def make_state(self, num_blocks: int) -> DeviceState:
-        """The state before the first step: zeros. To be jitted, with `state_shardings`."""
-        return DeviceState(self._pools(num_blocks, make_pool), jnp.zeros(self.config.max_num_seqs, jnp.int32))
+    def make_state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
+        """The state before the first step. To be jitted, with `state_shardings`."""
+        rows = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq)
+        return DeviceState(self._pools(num_blocks, make_pool), jax.tree.map(jnp.asarray, rows))
 
     def _pools(self, num_blocks: int, make) -> Pools:
         """One pool for each layer, or one of all layers where they are a loop on the device.
@@ -126,17 +153,32 @@ class StepFunction:
         num_pools = 1 if self.roll_layers else num_layers
         return tuple(make(self.layout, num_blocks * num_layers // num_pools) for _ in range(num_pools))
 
-    def arguments(self, packing: PackedStep, num_blocks: int) -> tuple:
-        """What a step is called with: leaves, state and the host's input, as shapes with shardings."""
-        return self.abstract_leaves, self.state(num_blocks), self._struct(packing.size)
+    def jitted_load(self, max_blocks_per_seq: int):
+        """(rows, packed `RowLoad`) -> rows."""
+        template = RowLoad.shapes(max_blocks_per_seq)
+        return jax.jit(
+            lambda rows, buffer: load_rows(rows, unpack(buffer, template)),
+            donate_argnums=0,
+            out_shardings=self.state_shardings.rows,
+        )
+
+    def load_arguments(self, max_blocks_per_seq: int) -> tuple:
+        """What `jitted_load` is called with, as shapes with shardings."""
+        size = packed_size(RowLoad.shapes(max_blocks_per_seq))
+        return self.state(2, max_blocks_per_seq).rows, self._struct((size,), np.int32)
+
+    def arguments(self, bucket: tuple[int, int], num_blocks: int, max_blocks_per_seq: int) -> tuple:
+        """What a bucket's step is called with: leaves, state and the packed `StepInput`, as shapes with shardings."""
+        buffer = self._struct((packed_size(self.template(bucket)),), np.int32)
+        return self.abstract_leaves, self.state(num_blocks, max_blocks_per_seq), buffer
 
     @property
     def result_structure(self):
         """The tree of what a step returns."""
-        return jax.tree.structure((self.state(2), Sampled.empty()))
+        return jax.tree.structure((self.state(2, 1), Sampled.empty()))
 
-    def _struct(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size,), np.int32, sharding=self._replicated)
+    def _struct(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
 
     @property
     def weight_bytes(self) -> int:
@@ -151,8 +193,7 @@ class StepFunction:
     def measure(self, bucket: tuple[int, int]) -> StepMemory:
         """Compiles a bucket against pools of two blocks and reads what it needs beside weights and pool."""
         max_blocks = -(-self.model.max_position // self.layout.block_size)
-        packing = self.packing(bucket, max_blocks)
-        analysis = self.jitted(packing).lower(*self.arguments(packing, 2)).compile().memory_analysis()
+        analysis = self.jitted(bucket).lower(*self.arguments(bucket, 2, max_blocks)).compile().memory_analysis()
         return StepMemory(
             temp=analysis.temp_size_in_bytes,
             output=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,

@@ -1,9 +1,10 @@
 """Kernels over a paged KV pool. Public names only; everything else may change."""
 
+from .block_copy import copy_blocks
 from .kv_write import kv_write
 from .layout import PoolLayout
 from .metadata import AnyArray, AttentionMetadata
-from .paged_attention import Tiles, default_tiles, ragged_paged_attention
+from .paged_attention import Tiles, TpuTiles, default_tiles, default_tpu_tiles, ragged_paged_attention
 from .pool import LayerPool, make_pool, pool_struct
 
 __all__ = [
@@ -12,7 +13,10 @@ __all__ = [
     "LayerPool",
     "PoolLayout",
     "Tiles",
+    "TpuTiles",
+    "copy_blocks",
     "default_tiles",
+    "default_tpu_tiles",
     "kv_write",
     "make_pool",
     "pool_struct",

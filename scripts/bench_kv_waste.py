@@ -76,7 +76,7 @@ def run_trace(
             plan = scheduler.schedule()
             waste.shares.append(unused_share(kv, scheduler.running, plan.num_scheduled_tokens))
             waste.num_running.append(len(scheduler.running))
-            scheduler.update(plan, [0] * len(plan.sampled))
+            scheduler.update(plan, [[0]] * len(plan.sampled))
             bar.update(waste.num_running[-1] - len(scheduler.running))
     waste.num_preemptions = scheduler.num_preemptions
     return waste

@@ -46,7 +46,7 @@ def run_decodes(num_seqs: int, prompt_len: int, num_steps: int, block_size: int)
         scheduler.add(Sequence(str(i), prompt, params, seed=i, max_tokens=longest))
 
     times: dict[str, list[float]] = {part: [] for part in PARTS}
-    token_ids = [rng.randrange(VOCAB_SIZE) for _ in range(num_seqs)]
+    token_ids = [[rng.randrange(VOCAB_SIZE)] for _ in range(num_seqs)]
     while len(times["update"]) < num_steps:
         start = time.perf_counter()
         plan = scheduler.schedule()

@@ -46,7 +46,7 @@ def run_requests(engine: LLMEngine, prompts: list[list[int]], output_len: int) -
     decode_steps = []
     while engine.has_work:
         running = engine.scheduler.running
-        is_steady = len(running) == len(prompts) and all(s.num_tokens - s.num_computed_tokens == 1 for s in running)
+        is_steady = len(running) == len(prompts) and all(s.length - s.num_computed_tokens == 1 for s in running)
         start = time.perf_counter()
         engine.step()
         if is_steady:

@@ -1,38 +1,73 @@
-"""BatchBuilder: its arrays are those of a plain reading of the plan, whatever rows were used for before."""
+"""BatchBuilder: what the device makes of its buffers is a plain reading of the plan, whatever rows were used for before."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_scheduler import VOCAB_SIZE, Walk, fake_token, make, request
+from test_scheduler import VOCAB_SIZE, Walk, fake_tokens, make, request
 
 from jpaged.batch import BatchBuilder
-from jpaged.buckets import bucket_ladder
-from jpaged.packed_step import PackedStep
-from jpaged.sampling_batch import MAX_BANNED_TOKENS
+from jpaged.device_state import RowLoad, RowState, extend_tables, load_rows
+from jpaged.packing import unpack
+from jpaged.sampling_batch import MAX_STOPS
 from jpaged.sampling_params import MAX_STOP_TOKEN_IDS
+from jpaged.step_input import StepInput, forward_batch, sampled_positions
+
+NEWEST = 1000  # the newest token of row r is NEWEST + r, as far as these tests' device knows
 
 
-def plainly(plan, walk):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def read_step(bucket, max_num_seqs, block_size, rows, buffer):
+    step = unpack(buffer, StepInput.shapes(*bucket, max_num_seqs))
+    rows = extend_tables(rows, step.table_updates)
+    sampling = jax.tree.map(lambda table: table[step.sampled_rows], rows.sampling)
+    return rows, forward_batch(step, rows, block_size), sampling, sampled_positions(step), step
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read_load(max_blocks, rows, buffer):
+    return load_rows(rows, unpack(buffer, RowLoad.shapes(max_blocks)))
+
+
+class Device:
+    """The device's side of a BatchBuilder, without a model."""
+
+    def __init__(self, config, spec):
+        self.builder = BatchBuilder(config, spec)
+        self.config, self.spec = config, spec
+        rows = RowState.initial(config.max_num_seqs, spec.max_blocks_per_seq)
+        newest = NEWEST + np.arange(config.max_num_seqs + 1, dtype=np.int32)
+        self.rows = jax.tree.map(jnp.asarray, RowState(newest, rows.block_tables, rows.sampling))
+
+    def run(self, plan):
+        """(ForwardBatch, sampling rows, sampled positions, StepInput) of the plan's step, as numpy arrays."""
+        host_step = self.builder.build(plan)
+        for buffer in host_step.row_loads:
+            self.rows = read_load(self.spec.max_blocks_per_seq, self.rows, buffer)
+        static = host_step.bucket, self.config.max_num_seqs, self.spec.block_size
+        self.rows, *step = read_step(*static, self.rows, host_step.buffer)
+        assert host_step.num_sampled == len(plan.sampled)
+        assert host_step.wants_logprobs == any(seq.params.logprobs is not None for seq in plan.sampled)
+        return jax.tree.map(np.asarray, step)
+
+
+def plainly(plan, block_size):
     """The step's inputs, one token at a time; block tables as lists of their valid entries."""
-    size, max_seqs = walk.spec.block_size, walk.max_num_seqs
-    token_ids, positions, slots, starts, seq_lens, tables, rows, sampling = [], [], [], [0], [], [], [], []
+    token_ids, positions, slots, starts, seq_lens, tables, indices, sampling = [], [], [], [0], [], [], [], []
     for (seq, num_tokens), start in zip(plan.num_scheduled_tokens.items(), plan.starts):
         end = start + num_tokens
         for position in range(start, end):
-            token_ids.append(seq.token_ids[position] if position < seq.num_tokens else -1 - seq.row)
+            token_ids.append(seq.token_ids[position] if position < seq.num_tokens else NEWEST + seq.row)
             positions.append(position)
-            block = seq.block_table.blocks[position // size]
-            slots.append(block.block_id * size + position % size)
+            slots.append(seq.block_table.slot(position, block_size))
         starts.append(len(token_ids))
         seq_lens.append(end)
-        tables.append([block.block_id for block in seq.block_table.blocks])
+        tables.append(seq.block_table.block_ids())
         if seq in plan.sampled:
-            rows.append(len(token_ids) - 1)
+            indices.append(len(token_ids) - 1)
             params = seq.params
-            is_banned = end - seq.num_prompt_tokens < params.min_tokens
             sampling.append(
                 {
                     "temperature": params.temperature,
@@ -40,133 +75,102 @@ def plainly(plan, walk):
                     "min_p": params.min_p,
                     "top_k": max(params.top_k, 0),
                     "seeds": [seq.seed // 2**32, seq.seed % 2**32],
-                    "positions": end,
-                    "state_rows": seq.row,
                     "wants_logprobs": params.logprobs is not None,
-                    "banned_ids": set(seq.stop_token_ids) if is_banned else set(),
+                    "stop_ids": sorted(seq.stop_token_ids) + [-1] * (MAX_STOPS - len(seq.stop_token_ids)),
+                    "min_length": seq.num_prompt_tokens + params.min_tokens,
                 }
             )
-    num_padded = min(t for t in bucket_ladder(walk.budget) if t >= len(token_ids))
-    padding = [0] * (num_padded - len(token_ids))
-    absent = max_seqs - len(seq_lens)
-    return (
-        {
-            "token_ids": token_ids + padding,
-            "positions": positions + padding,
-            "slot_mapping": slots + padding,
-            "query_start_loc": starts + [len(token_ids)] * absent,
-            "seq_lens": seq_lens + [0] * absent,
-            "distribution": [plan.num_decodes, plan.num_decodes, len(seq_lens)],
-        },
-        tables,
-        rows,
-        sampling,
-    )
+    return token_ids, positions, slots, starts, seq_lens, tables, indices, sampling
 
 
-def check_step(plan, walk, step):
-    batch, sampling = step.batch, step.sampling
-    for got, meant in zip(jax.tree.leaves((batch, sampling)), jax.tree.leaves(unpacked(step, walk)), strict=True):
-        np.testing.assert_array_equal(got, meant)
-    assert step.num_sampled == len(plan.sampled)
-    arrays, tables, rows, rows_sampling = plainly(plan, walk)
-    meta = batch.attention
-    built = {"token_ids": batch.token_ids, "positions": batch.positions} | {
-        name: getattr(meta, name) for name in ("slot_mapping", "query_start_loc", "seq_lens", "distribution")
-    }
-    for name, expected in arrays.items():
-        assert built[name].dtype == np.int32 and built[name].tolist() == expected, name
-    assert meta.block_tables.shape == (walk.max_num_seqs, walk.spec.max_blocks_per_seq)
-    assert meta.block_tables.dtype == np.int32
-    for i, table in enumerate(tables):
-        assert meta.block_tables[i, : len(table)].tolist() == table
-    assert meta.block_tables.min() >= 0 and meta.block_tables.max() < walk.spec.num_blocks
-    num_padded = len(batch.logits_indices)
-    assert len(rows) <= num_padded <= len(batch.token_ids)
-    assert batch.logits_indices.dtype == np.int32
-    assert batch.logits_indices.tolist() == rows + [0] * (num_padded - len(rows))
-    for i, expected in enumerate(rows_sampling):
-        for name in ("temperature", "top_p", "min_p", "top_k", "positions", "wants_logprobs", "state_rows"):
-            assert getattr(sampling, name)[i] == expected[name], name
-        assert sampling.seeds[i].tolist() == expected["seeds"]
-        assert set(sampling.banned_ids[i].tolist()) - {-1} == expected["banned_ids"]
-    neutral = PackedStep(len(batch.token_ids), num_padded, num_seqs=1, max_blocks=1).empty()[2]
-    for field in dataclasses.fields(sampling):
-        got, blank = getattr(sampling, field.name), getattr(neutral, field.name)
-        assert got.dtype == blank.dtype and got.shape == blank.shape
-        assert (got[len(rows) :] == blank[len(rows) :]).all(), f"padding of {field.name} asks for work"
+def check_step(plan, walk, batch, sampling, sampled_at, step):
+    token_ids, positions, slots, starts, seq_lens, tables, indices, rows = plainly(plan, walk.spec.block_size)
+    meta, num_tokens, num_seqs = batch.attention, len(token_ids), len(seq_lens)
+    assert batch.token_ids[:num_tokens].tolist() == token_ids
+    assert batch.positions[:num_tokens].tolist() == positions and not batch.positions[num_tokens:].any()
+    assert meta.slot_mapping[:num_tokens].tolist() == slots and not meta.slot_mapping[num_tokens:].any()
+    assert meta.query_start_loc[: num_seqs + 1].tolist() == starts
+    assert (meta.query_start_loc[num_seqs:] == num_tokens).all()
+    assert meta.seq_lens[:num_seqs].tolist() == seq_lens and not meta.seq_lens[num_seqs:].any()
+    assert meta.distribution.tolist() == [plan.num_decodes, plan.num_decodes, num_seqs]
+    for table, expected in zip(meta.block_tables, tables):
+        assert table[: len(expected)].tolist() == expected
+    assert not meta.block_tables[num_seqs:].any()
+    assert batch.logits_indices[: len(indices)].tolist() == indices and not batch.logits_indices[len(indices) :].any()
+    assert sampled_at[: len(indices)].tolist() == [positions[i] + 1 for i in indices]
+    assert step.limits[: len(indices)].tolist() == plan.limits and not step.limits[len(indices) :].any()
+    for i, expected in enumerate(rows):
+        for name, value in expected.items():
+            assert getattr(sampling, name)[i].tolist() == value, name
+    padding = jax.tree.map(lambda table: table[len(rows) :], sampling)
+    assert not padding.temperature.any() and not padding.wants_logprobs.any() and not padding.min_length.any()
+    assert (padding.stop_ids == -1).all() and (step.sampled_rows[len(rows) :] == walk.max_num_seqs).all()
 
 
-def unpacked(step, walk):
-    """What the device makes of the buffer."""
-    packing = PackedStep(*step.bucket, walk.max_num_seqs, walk.spec.max_blocks_per_seq)
-    return packing.unpack(jnp.asarray(step.buffer))
-
-
-@pytest.mark.parametrize("max_in_flight", [0, 1])
-@pytest.mark.parametrize("seed", range(60, 80))
-def test_arrays_are_those_of_a_plain_reading_of_every_plan(seed, max_in_flight):
-    walk = Walk(seed, max_in_flight)
-    builder = BatchBuilder(walk.config, walk.spec)
-    for plan in walk.steps(num_requests=20):
+@pytest.mark.parametrize(("max_in_flight", "num_steps"), [(0, 1), (1, 1), (1, 5)])
+@pytest.mark.parametrize("seed", range(60, 70))
+def test_the_device_reads_every_plan_plainly(seed, max_in_flight, num_steps):
+    walk = Walk(seed, max_in_flight, num_steps)
+    device = Device(walk.config, walk.spec)
+    for plan in walk.steps(num_requests=12):
         if plan.num_scheduled_tokens:
-            check_step(plan, walk, builder.build(plan))
+            check_step(plan, walk, *device.run(plan))
 
 
-def built(builder, scheduler):
+def built(device, scheduler):
     plan = scheduler.schedule()
-    step = builder.build(plan)
-    scheduler.update(plan, [fake_token(seq) for seq in plan.sampled])
-    return step.batch, step.sampling
+    step = device.run(plan)
+    scheduler.update(plan, fake_tokens(plan))
+    return step
 
 
 def test_sequence_that_comes_back_in_the_same_row_brings_its_new_tokens_and_blocks():
     config, spec, scheduler = make(max_num_seqs=1, budget=16)
-    builder = BatchBuilder(config, spec)
+    device = Device(config, spec)
     seq = request(1, [11, 12, 13, 14, 15], max_tokens=9)
     scheduler.add(seq)
-    built(builder, scheduler)
-    built(builder, scheduler)
+    built(device, scheduler)
+    built(device, scheduler)
     scheduler.preempt_all()
     scheduler.kv.reset_prefix_cache()
-    batch, _ = built(builder, scheduler)
+    batch, *_ = built(device, scheduler)
     assert batch.token_ids[:7].tolist() == seq.token_ids[:7]
     assert batch.attention.slot_mapping[:7].tolist() == [seq.block_table.slot(p, 4) for p in range(7)]
 
 
 def test_next_request_in_a_row_does_not_inherit_the_last_ones_parameters():
     config, spec, scheduler = make(max_num_seqs=1, budget=16)
-    builder = BatchBuilder(config, spec)
+    device = Device(config, spec)
     scheduler.add(
         request(1, [1], max_tokens=1, temperature=2.0, top_p=0.5, min_p=0.5, top_k=3, logprobs=2,
                 min_tokens=1, stop_token_ids=(4, 5))
     )  # fmt: skip
     scheduler.add(request(2, [2], max_tokens=1, temperature=0.0))
-    _, first = built(builder, scheduler)
-    assert first.wants_logprobs[0] and first.banned_ids[0, :2].tolist() == [4, 5]
-    _, second = built(builder, scheduler)
+    _, first, *_ = built(device, scheduler)
+    assert first.wants_logprobs[0] and first.stop_ids[0, :2].tolist() == [4, 5] and first.min_length[0] == 2
+    _, second, *_ = built(device, scheduler)
     assert second.seeds[0].tolist() == [0, 2]
     assert (second.temperature[0], second.top_p[0], second.min_p[0], second.top_k[0]) == (0, 1, 0, 0)
-    assert not second.wants_logprobs[0] and (second.banned_ids == -1).all()
+    assert not second.wants_logprobs[0] and (second.stop_ids == -1).all()
 
 
 def test_prefix_hit_starts_after_the_shared_blocks_but_attends_to_them():
     config, spec, scheduler = make(budget=16, max_num_seqs=2)
-    builder = BatchBuilder(config, spec)
+    device = Device(config, spec)
     scheduler.add(request(1, [5] * 10, max_tokens=1))
-    built(builder, scheduler)
+    built(device, scheduler)
     scheduler.add(request(2, [5] * 9 + [6], max_tokens=1))
-    batch, _ = built(builder, scheduler)
+    batch, *_ = built(device, scheduler)
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([5, 6], [8, 9])
-    assert batch.attention.seq_lens.tolist() == [10, 0]
+    assert batch.attention.seq_lens[:1].tolist() == [10]
     assert batch.attention.block_tables[0, :2].tolist() == [1, 2]
 
 
 def test_padding_writes_to_the_null_block():
     config, spec, scheduler = make(budget=16)
-    builder = BatchBuilder(config, spec)
+    device = Device(config, spec)
     scheduler.add(request(1, [1] * 5, max_tokens=2))
-    batch, _ = built(builder, scheduler)
+    batch, *_ = built(device, scheduler)
     assert len(batch.token_ids) == 6
     assert batch.attention.slot_mapping[5] < spec.block_size
     assert min(batch.attention.slot_mapping[:5]) >= spec.block_size
@@ -174,27 +178,18 @@ def test_padding_writes_to_the_null_block():
 
 def test_step_in_which_nothing_is_sampled_still_has_a_program():
     config, spec, scheduler = make(budget=16)
-    builder = BatchBuilder(config, spec)
+    device = Device(config, spec)
     scheduler.add(request(1, [1] * 20))
     plan = scheduler.schedule()
-    step = builder.build(plan)
-    batch, sampling = step.batch, step.sampling
+    batch, sampling, *_ = device.run(plan)
     assert plan.sampled == [] and (batch.token_ids.shape, batch.logits_indices.shape) == ((16,), (4,))
     assert batch.logits_indices.tolist() == [0] * 4 and not sampling.temperature.any()
 
 
-def test_banned_tokens_of_the_largest_request_fit_beside_the_models_own():
+def test_stop_tokens_of_the_largest_request_fit_beside_the_models_own():
     config, spec, scheduler = make(budget=16)
-    builder = BatchBuilder(config, spec)
+    device = Device(config, spec)
     seq = request(1, [1], min_tokens=2, max_tokens=3, stop_token_ids=range(VOCAB_SIZE, VOCAB_SIZE + MAX_STOP_TOKEN_IDS))
-    seq.stop_token_ids |= frozenset(range(1000, 1000 + MAX_BANNED_TOKENS - MAX_STOP_TOKEN_IDS))
+    seq.stop_token_ids |= frozenset(range(1000, 1000 + MAX_STOPS - MAX_STOP_TOKEN_IDS))
     scheduler.add(seq)
-    for is_banned in (True, True, False):
-        assert set(built(builder, scheduler)[1].banned_ids[0]) == (set(seq.stop_token_ids) if is_banned else {-1})
-
-
-def test_empty_step_asks_for_nothing():
-    _, batch, sampling = PackedStep(8, 4, num_seqs=3, max_blocks=5).empty()
-    for array in (batch.token_ids, batch.positions, batch.logits_indices, *vars(batch.attention).values()):
-        assert array.dtype == np.int32 and not array.any()
-    assert not sampling.temperature.any() and not sampling.wants_logprobs.any() and (sampling.banned_ids == -1).all()
+    assert set(built(device, scheduler)[1].stop_ids[0]) == set(seq.stop_token_ids)

@@ -28,7 +28,7 @@ def advance(state, token_id, logprobs=None):
     reason = state.seq.append(token_id)
     if reason is not None:
         state.seq.finish_reason, state.seq.status = reason, SequenceStatus.FINISHED
-    return state.advance(token_id, logprobs)
+    return state.advance([token_id], logprobs)
 
 
 def advance_all(state, ids):

@@ -131,7 +131,9 @@ SOURCES = [
     "jpaged/step.py",
     "jpaged/sampler.py",
     "jpaged/sampling_batch.py",
-    "jpaged/packed_step.py",  # makes the shapes that programs are compiled for
+    "jpaged/step_input.py",
+    "jpaged/device_state.py",
+    "jpaged/packing.py",  # makes the shapes that programs are compiled for
     "jpaged/sampling_params.py",  # MAX_STOP_TOKEN_IDS is one of those shapes
     "models/llama.py",
     "pallas_kernels/paged_attention/xla.py",

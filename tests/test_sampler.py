@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from jpaged.sampler import _inverse_cdf, sample
-from jpaged.sampling_batch import MAX_BANNED_TOKENS, Sampled, SamplingBatch
+from jpaged.sampling_batch import MAX_STOPS, Sampled, SamplingBatch
 from jpaged.sampling_params import SamplingParams
 
 MAX_LOGPROBS = 5
@@ -19,33 +19,43 @@ run = jax.jit(sample, static_argnames="max_logprobs")
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def make_batch(params: list[dict], *, seeds=None, positions=None, banned=None) -> SamplingBatch:
+def make_batch(params: list[dict], *, seeds=None, positions=None, banned=None) -> tuple[SamplingBatch, np.ndarray]:
+    """Rows and their positions. Every row has a stop token; the banned ones may not stop yet."""
     batch = SamplingBatch.neutral(len(params))
+    positions = np.zeros(len(params), np.int32) if positions is None else np.asarray(positions, np.int32)
     for row, one in enumerate(params):
-        batch.set_row(row, SamplingParams(**one), int(seeds[row]) if seeds is not None else row)
-        batch.positions[row] = positions[row] if positions is not None else 0
-        for i, token in enumerate(banned[row] if banned else ()):
-            batch.banned_ids[row, i] = token
-    return batch
+        bans = frozenset(banned[row] if banned else ())
+        seed = int(seeds[row]) if seeds is not None else row
+        min_length = int(positions[row]) + 1 if bans else int(positions[row])
+        batch.set_row(row, SamplingParams(**one), seed, bans or frozenset({0}), min_length)
+    return batch, positions
 
 
-def run_exactly(logits, batch: SamplingBatch) -> Sampled:
+def padded_rows(batch: SamplingBatch, positions, rows, num_rows: int):
+    """Some rows of a batch, filled up with neutral ones."""
+    into = SamplingBatch.neutral(num_rows), np.zeros(num_rows, np.int32)
+    for target, source in zip(jax.tree.leaves(into), jax.tree.leaves((batch, positions)), strict=True):
+        target[: len(rows)] = source[rows]
+    return into
+
+
+def run_exactly(logits, batch: SamplingBatch, positions) -> Sampled:
     """One call in the shape of its arguments."""
     logits = np.asarray(logits, np.float32)
-    return jax.tree.map(np.asarray, run(logits, batch, max_logprobs=min(MAX_LOGPROBS, logits.shape[1])))
+    return jax.tree.map(np.asarray, run(logits, batch, positions, max_logprobs=min(MAX_LOGPROBS, logits.shape[1])))
 
 
 def draw(logits, params: list[dict], *, pad_vocab=True, **options) -> Sampled:
     """Draws in the shared shape: rows in chunks filled up with greedy ones, and impossible tokens after the real ones."""
-    batch, logits = make_batch(params, **options), np.asarray(logits, np.float32)
+    (batch, positions), logits = make_batch(params, **options), np.asarray(logits, np.float32)
     if pad_vocab and logits.shape[1] < VOCAB:
         logits = np.pad(logits, ((0, 0), (0, VOCAB - logits.shape[1])), constant_values=-np.inf)
     parts = []
     for rows in np.split(np.arange(len(logits)), range(ROWS, len(logits), ROWS)):
-        chunk, padded = SamplingBatch.neutral(ROWS), np.zeros((ROWS, logits.shape[1]), np.float32)
-        chunk.copy_rows(batch, rows)
+        padded = np.zeros((ROWS, logits.shape[1]), np.float32)
         padded[: len(rows)] = logits[rows]
-        parts.append(jax.tree.map(lambda x: x[: len(rows)], run_exactly(padded, chunk)))
+        sampled = run_exactly(padded, *padded_rows(batch, positions, rows, ROWS))
+        parts.append(jax.tree.map(lambda x: x[: len(rows)], sampled))
     return jax.tree.map(lambda *chunks: np.concatenate(chunks), *parts)
 
 
@@ -193,12 +203,11 @@ def test_draw_depends_on_neither_neighbours_nor_row_nor_padding():
     together = draw(logits, params, seeds=seeds, positions=positions, banned=banned).token_ids
     for row in range(0, 24, 5):
         batch = make_batch([params[row]], seeds=[seeds[row]], positions=[positions[row]], banned=[banned[row]])
-        assert run_exactly(logits[[row]], batch).token_ids[0] == together[row]
+        assert run_exactly(logits[[row]], *batch).token_ids[0] == together[row]
     order = np.random.default_rng(1).permutation(24)
-    batch = SamplingBatch.neutral(40)  # 16 rows of padding
-    batch.copy_rows(make_batch(params, seeds=seeds, positions=positions, banned=banned), order)
+    batch = padded_rows(*make_batch(params, seeds=seeds, positions=positions, banned=banned), order, 40)
     padded = np.concatenate([logits[order], np.full((16, 300), np.nan, np.float32)])
-    assert run_exactly(padded, batch).token_ids[:24].tolist() == together[order].tolist()
+    assert run_exactly(padded, *batch).token_ids[:24].tolist() == together[order].tolist()
 
 
 def test_one_program_serves_every_mix():
@@ -314,8 +323,8 @@ def test_filters_count_only_the_tokens_that_are_not_banned():
 
 def test_ban_of_many_tokens_fits_and_a_ban_outside_the_vocabulary_changes_nothing():
     logits = np.arange(VOCAB, dtype=np.float32)[None]
-    best = list(range(VOCAB - 1, VOCAB - 1 - MAX_BANNED_TOKENS, -1))
-    assert draw(logits, [{"temperature": 0.0}], banned=[best]).token_ids[0] == VOCAB - 1 - MAX_BANNED_TOKENS
+    best = list(range(VOCAB - 1, VOCAB - 1 - MAX_STOPS, -1))
+    assert draw(logits, [{"temperature": 0.0}], banned=[best]).token_ids[0] == VOCAB - 1 - MAX_STOPS
     assert draw(logits, [{"temperature": 0.0}], banned=[[VOCAB, 2**31 - 1]]).token_ids[0] == VOCAB - 1
 
 
@@ -348,12 +357,13 @@ def test_step_in_which_nobody_wants_logprobs_has_none():
     assert not got.logprobs.any() and not got.ranks.any() and not got.top_logprobs.any()
 
 
-def test_host_row_holds_what_the_request_asked_for_and_is_overwritten_whole():
-    batch, blank = SamplingBatch.neutral(2), SamplingBatch.neutral(2)
+def test_host_row_holds_what_the_request_asked_for():
+    batch = SamplingBatch.neutral(2)
     full = SamplingParams(temperature=0.5, top_p=0.25, min_p=0.125, top_k=9, logprobs=0)
-    batch.set_row(1, full, (5 << 32) + 6)
+    batch.set_row(1, full, (5 << 32) + 6, frozenset({8, 7}), 12)
     assert (batch.temperature[1], batch.top_p[1], batch.min_p[1], batch.top_k[1]) == (0.5, 0.25, 0.125, 9)
-    assert batch.seeds[1].tolist() == [5, 6] and batch.wants_logprobs[1]
-    batch.set_row(1, SamplingParams(temperature=9e-6, top_k=-1), 0)
-    for name, array in vars(batch).items():
-        assert (array == getattr(blank, name)).all(), name
+    assert batch.seeds[1].tolist() == [5, 6] and batch.wants_logprobs[1] and batch.min_length[1] == 12
+    assert batch.stop_ids[1, :2].tolist() == [7, 8] and (batch.stop_ids[1, 2:] == -1).all()
+    batch.set_row(0, SamplingParams(temperature=9e-6, top_k=-1), 0, frozenset(), 0)
+    for name, array in vars(SamplingBatch.neutral(1)).items():
+        assert (getattr(batch, name)[:1] == array).all(), name

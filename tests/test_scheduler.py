@@ -23,8 +23,15 @@ def fake_token(seq: Sequence) -> int:
     return hash((int(seq.request_id), seq.num_tokens)) % VOCAB_SIZE
 
 
-def make(*, max_num_seqs=4, budget=16, num_blocks=64, block_size=4, chunked=True, prefix_caching=True):
+def fake_tokens(plan: SchedulerOutput) -> list[list[int]]:
+    """A result of the plan's step; as from the device, each row as long as the longest."""
+    ahead = range(max(plan.limits, default=0))
+    return [[hash((int(s.request_id), s.num_tokens + i)) % VOCAB_SIZE for i in ahead] for s in plan.sampled]
+
+
+def make(*, max_num_seqs=4, budget=16, num_blocks=64, block_size=4, chunked=True, prefix_caching=True, num_steps=1):
     config = EngineConfig(
+        num_scheduler_steps=num_steps,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         enable_chunked_prefill=chunked,
@@ -41,7 +48,8 @@ def request(number: int, prompt: list[int], max_tokens: int = 4, **params) -> Se
 
 def run_step(scheduler: Scheduler) -> SchedulerOutput:
     plan = scheduler.schedule()
-    scheduler.update(plan, [fake_token(seq) for seq in plan.sampled])
+    if plan.num_scheduled_tokens:
+        scheduler.update(plan, fake_tokens(plan))
     return plan
 
 
@@ -52,7 +60,7 @@ def counts(plan: SchedulerOutput) -> dict[str, int]:
 class Walk:
     """Random requests, arriving and being aborted at random, on a random engine; the seed decides all of it."""
 
-    def __init__(self, seed: int, max_in_flight: int = 0):
+    def __init__(self, seed: int, max_in_flight: int = 0, num_steps: int = 1):
         self.max_in_flight = max_in_flight  # steps whose results are not in yet when the next is planned
         self.rng = rng = random.Random(seed)
         self.max_num_seqs = rng.choice([1, 2, 5, 8, 8, 12])
@@ -67,10 +75,12 @@ class Walk:
             block_size=block_size,
             chunked=self.chunked,
             prefix_caching=rng.random() < 0.6,
+            num_steps=num_steps,
         )
         self.shared_prefix = [rng.randrange(VOCAB_SIZE) for _ in range(MAX_MODEL_LEN)]
         self.requests: list[Sequence] = []
         self.num_preempted = self.num_readmitted = self.num_hits = self.num_dropped = self.num_looked_again = 0
+        self.num_long_steps = 0
 
     def new_request(self) -> Sequence:
         rng = self.rng
@@ -117,6 +127,7 @@ class Walk:
                 self.num_preempted += plan.num_preempted
                 self.num_readmitted += sum(seq.num_output_tokens > 0 for seq in plan.admitted)
                 self.num_hits += plan.num_prefix_hits
+                self.num_long_steps += max(plan.limits, default=1) > 1
                 yield plan
             else:
                 self.num_looked_again += 1
@@ -124,7 +135,7 @@ class Walk:
             if scheduler.in_flight and (not has_started or len(scheduler.in_flight) > self.max_in_flight):
                 oldest = scheduler.in_flight[0]
                 self.num_dropped += sum(seq.is_finished for seq in oldest.sampled)
-                scheduler.update(oldest, [fake_token(seq) for seq in oldest.sampled])
+                scheduler.update(oldest, fake_tokens(oldest))
             num_steps += 1
             assert num_steps < 200 * num_requests, "somebody starves"
 
@@ -200,10 +211,10 @@ def check_end(walk: Walk, first_admissions: list[Sequence]):
             assert (seq.output_token_ids, seq.finish_reason) == (output, reason)
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize(("max_in_flight", "num_steps"), [(1, 1), (2, 1), (0, 5), (1, 5)])
 @pytest.mark.parametrize("seed", range(60))
-def test_steps_in_flight_change_no_ones_tokens(seed, max_in_flight):
-    walk = Walk(seed, max_in_flight)
+def test_steps_in_flight_and_long_steps_change_no_ones_tokens(seed, max_in_flight, num_steps):
+    walk = Walk(seed, max_in_flight, num_steps)
     first_admissions = []
     for plan in walk.steps(num_requests=25):
         first_admissions += [seq for seq in plan.admitted if seq not in first_admissions]
@@ -222,9 +233,36 @@ def test_a_block_is_not_cached_before_its_step_has_run():
     second = scheduler.schedule()
     assert second.num_prefix_hits == 0 and counts(second) == {"1": 1, "2": 9}
     scheduler.add(request(3, [5] * 9))
-    scheduler.update(first, [1])
+    scheduler.update(first, [[1]])
     third = scheduler.schedule()
     assert third.num_prefix_hits == 8 and counts(third) == {"1": 1, "2": 1, "3": 1}
+
+
+def test_the_device_decodes_on_only_where_everyone_can():
+    _, _, scheduler = make(budget=16, num_steps=4)
+    scheduler.add(request(1, [1] * 3, max_tokens=9))
+    scheduler.add(request(2, [2] * 3, max_tokens=3))
+    assert run_step(scheduler).limits == [1, 1]  # prompts
+    assert run_step(scheduler).limits == [4, 2]  # 2 ends after its second
+    assert run_step(scheduler).limits == [4]
+    assert run_step(scheduler).limits == [] and not scheduler.has_work
+
+    for number, params in enumerate([{"stop": ["x"]}, {"logprobs": 1}]):
+        scheduler.add(request(10 + number, [3 + number], max_tokens=3, **params))
+        assert [run_step(scheduler).limits for _ in range(3)] == [[1]] * 3
+
+    scheduler.add(request(20, [7], max_tokens=30))
+    run_step(scheduler)
+    scheduler.add(request(21, [8] * 40))
+    assert run_step(scheduler).limits == [1]  # somebody comes in
+
+
+def test_walks_with_long_steps_meet_some():
+    walks = [Walk(seed, max_in_flight=1, num_steps=5) for seed in range(60)]
+    for walk in walks:
+        for _ in walk.steps(num_requests=5, abort_rate=0):
+            pass
+    assert sum(walk.num_long_steps for walk in walks) > 40
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
@@ -267,7 +305,7 @@ def test_only_sequences_whose_last_token_is_computed_are_sampled():
     assert scheduler.update(plan, []) == []
     plan = scheduler.schedule()
     (seq,) = plan.sampled
-    assert scheduler.update(plan, [7]) == [(0, seq, 7)] and seq.output_token_ids == [7]
+    assert scheduler.update(plan, [[7]]) == [(0, seq, [7])] and seq.output_token_ids == [7]
 
 
 def test_without_chunked_prefill_a_prompt_waits_until_all_of_it_fits_the_step():
@@ -287,7 +325,7 @@ def test_no_one_is_admitted_past_max_num_seqs_and_rows_are_used_again():
         plan = scheduler.schedule()
         rows_of |= {seq.request_id: seq.row for seq in plan.admitted}
         assert len(scheduler.running) <= 2
-        scheduler.update(plan, [fake_token(seq) for seq in plan.sampled])
+        scheduler.update(plan, fake_tokens(plan))
     assert set(rows_of) == set("01234") and set(rows_of.values()) == {0, 1}
 
 

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from ..dispatch import call_implementation
 from ..pool import LayerPool
+from .mosaic_tpu import kv_write_mosaic_tpu
 from .reference import kv_write_reference
 from .xla import kv_write_xla
 
@@ -14,8 +15,8 @@ def _reference(pool: LayerPool, k, v, slot_mapping, k_scale, v_scale) -> LayerPo
     return jax.pure_callback(kv_write_reference, struct, pool, k, v, slot_mapping, k_scale, v_scale)
 
 
-_IMPLEMENTATIONS = {"xla": kv_write_xla, "reference": _reference}
-_DEFAULT = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+_IMPLEMENTATIONS = {"mosaic_tpu": kv_write_mosaic_tpu, "xla": kv_write_xla, "reference": _reference}
+_DEFAULT = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
 
 
 def kv_write(
@@ -32,7 +33,7 @@ def kv_write(
 
     Numbers are rounded to the pool's dtype; an int8 or fp8 pool stores them over `k_scale` and `v_scale` (scalars or
     `[K]`, None for 1), saturated. Slots must be in the pool (not checked on the device) and distinct outside
-    the null block. `implementation` is static: "xla", "reference", or None for the best of this backend.
+    the null block. `implementation` is static: "mosaic_tpu", "xla", "reference", or None for the best of the pool's form.
     Raises `ValueError` where `k` or `v` does not fit the pool.
     """
     expected = (*slot_mapping.shape, pool.num_kv_heads, pool.head_dim)

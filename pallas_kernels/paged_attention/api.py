@@ -7,8 +7,9 @@ from jaxtyping import Array, Float
 from ..dispatch import call_implementation
 from ..metadata import AttentionMetadata
 from ..pool import LayerPool
+from .mosaic_tpu import ragged_paged_attention_mosaic_tpu
 from .reference import ragged_paged_attention_reference
-from .tiles import Tiles, default_tiles
+from .tiles import Tiles, TpuTiles
 from .xla import ragged_paged_attention_xla
 
 
@@ -24,8 +25,12 @@ def _reference(q, pool, meta, *, sinks, k_scale, v_scale, return_lse, tiles, **s
     return (out, lse) if return_lse else out
 
 
-_IMPLEMENTATIONS = {"xla": ragged_paged_attention_xla, "reference": _reference}
-_DEFAULT = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+_IMPLEMENTATIONS = {
+    "mosaic_tpu": ragged_paged_attention_mosaic_tpu,
+    "xla": ragged_paged_attention_xla,
+    "reference": _reference,
+}
+_DEFAULT = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
 
 
 def ragged_paged_attention(
@@ -40,7 +45,7 @@ def ragged_paged_attention(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
     return_lse: bool = False,
-    tiles: Tiles | None = None,
+    tiles: Tiles | TpuTiles | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T H D"] | tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
     """Causal attention of every token of the step over its own sequence's KV, this step's tokens included.
@@ -52,10 +57,11 @@ def ragged_paged_attention(
     `q`'s dtype. A padded row's output is 0. With `return_lse` also the natural log of the softmax's denominator,
     float32, the sink included, -inf for a padded row.
 
-    A row's float32 result is the same to the bit alone or in any batch, in any chunking of a prefill, and verified or
+    On XLA:CPU a row's float32 result is the same to the bit alone or in any batch, in any chunking of a prefill, and verified or
     decoded; decode sums in the same partitions as prefill, but by other products, and agrees to rounding.
 
-    `tiles` and `implementation` ("xla", "reference", or None for the best of this backend) are static.
+    `tiles` and `implementation` ("mosaic_tpu", "xla", "reference", or None for the best of this pool's form) are
+    static. Tiles are of one implementation; every other takes its own default.
     Raises `ValueError` for shapes that do not fit, `NotImplementedError` where no implementation can.
     """
     num_heads, head_dim = q.shape[1:]
@@ -67,9 +73,6 @@ def ragged_paged_attention(
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be above 0, got {soft_cap}")
-    tiles = tiles or default_tiles(pool.block_size, len(q))
-    if tiles.partition % pool.block_size:
-        raise ValueError(f"tiles.partition must be a multiple of block_size = {pool.block_size}, got {tiles.partition}")
     return call_implementation(
         _IMPLEMENTATIONS, _DEFAULT, implementation, pool.shard.form, q, pool, meta,
         sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,

@@ -1,12 +1,14 @@
-"""How the XLA implementation cuts its work."""
+"""How the implementations cut their work: each has tiles of its own kind."""
 
 import dataclasses
 import math
 
+from ..layout import LANES, PoolLayout
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Static tile sizes. `partition` decides the order of summation, the others only speed.
+    """Static tile sizes of the XLA implementation. `partition` decides the order of summation, the others only speed.
 
     KV is reduced in runs of `partition` positions that start at its multiples, counted from position 0 of the sequence,
     whatever is being computed: that is what makes chunked prefill equal whole prefill to the bit.
@@ -24,3 +26,72 @@ def default_tiles(block_size: int, num_tokens: int) -> Tiles:
     prefill 10 to 30 % slower than tiles of 128.
     """
     return Tiles(partition=math.lcm(64, block_size), pairs=min(64, max(4, 2 * num_tokens)), prefill_rows=128)
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuTiles:
+    """Static tile sizes of the TPU kernel. What is moved at a time is apart from what is multiplied at a time."""
+
+    fetch: int  # KV positions in a buffer; a multiple of the block size and of both tile_kv
+    buffers: int  # of KV: one is computed on while the others fill
+    decode_kv: int  # KV positions multiplied at a time in decode and verify; a multiple of 128
+    prefill_kv: int  # the same in prefill
+    verify_q: int  # queries in a tile of the verify range, 8 or 16
+    prefill_q: int  # queries in a tile of the prefill range; a multiple of strip
+    strip: int  # queries multiplied at a time in prefill; a power of two, at least 16
+    vmem_bytes: int  # that the program may take
+
+    def __post_init__(self):
+        for name, unit in (("decode_kv", LANES), ("prefill_kv", LANES), ("strip", 16), ("prefill_q", self.strip)):
+            if getattr(self, name) < 1 or getattr(self, name) % unit:
+                raise ValueError(f"tiles.{name} must be a multiple of {unit}, got {getattr(self, name)}")
+        for name in ("decode_kv", "prefill_kv"):
+            if self.fetch < 1 or self.fetch % getattr(self, name):
+                raise ValueError(f"tiles.fetch must be a multiple of {name} = {getattr(self, name)}, got {self.fetch}")
+        if self.buffers < 2:
+            raise ValueError(f"tiles.buffers must be at least 2, got {self.buffers}")
+        if self.verify_q not in (8, 16):
+            raise ValueError(f"tiles.verify_q must be 8 or 16, got {self.verify_q}")
+        if self.strip & (self.strip - 1):
+            raise ValueError(f"tiles.strip must be a power of two, got {self.strip}")
+
+
+_MIB = 2**20
+_KV_BYTES = 6 * _MIB  # of all KV buffers: what a chip has under way at 3 TB/s and 2 us
+_PREFILL_ROWS = 1024  # rows of one head in a prefill tile: FLOP a byte of KV, 574 to keep up with a v6e
+
+
+def default_tpu_tiles(layout: PoolLayout, group: int, num_q_bytes: int, vmem_bytes: int) -> TpuTiles:
+    """Tiles for one shard and for queries of `num_q_bytes` a number, `group` heads to a KV head, that take no more than
+    three quarters of a core's `vmem_bytes`: XLA keeps weights that it fetched early in the rest.
+
+    Not measured, for want of a chip: sized by what must be under way to hide a fetch's latency, and by the FLOP a byte
+    of KV that keep the matrix unit busy. Raises `NotImplementedError` where nothing fits.
+    """
+    budget = min(vmem_bytes * 3 // 4, 48 * _MIB)
+    bytes_per_token = layout.bytes_per_token
+    for tile_kv in (256, 128):
+        unit = math.lcm(tile_kv, layout.block_size)
+        fetch = unit * max(1, 512 // unit)
+        while fetch > unit and 2 * fetch * bytes_per_token > _KV_BYTES:
+            fetch -= unit
+        if 2 * fetch * bytes_per_token <= max(_KV_BYTES, budget // 2):
+            break
+    # Short sequences fill no buffer: more of them, so that as much is under way.
+    buffers = max(2, min(8, _KV_BYTES // (fetch * bytes_per_token)))
+    left = budget - buffers * fetch * bytes_per_token
+    for prefill_q in (256, 128, 64, 32, 16):
+        rows = layout.num_kv_heads * prefill_q * group
+        used = rows * (2 * LANES * 4 + layout.lanes * 4 + 5 * layout.lanes * num_q_bytes)
+        if prefill_q * group <= max(_PREFILL_ROWS, 16 * group) and used <= left:
+            break
+    else:
+        raise NotImplementedError(
+            f"VMEM: {budget} bytes do not hold {buffers} KV buffers of {fetch} tokens of {bytes_per_token} bytes and "
+            f"the state of {layout.num_kv_heads} x {16 * group} rows"
+        )
+    strip = min(prefill_q, max(16, 1 << (256 // group).bit_length() - 1))
+    return TpuTiles(
+        fetch=fetch, buffers=buffers, decode_kv=tile_kv, prefill_kv=tile_kv, verify_q=8, prefill_q=prefill_q,
+        strip=strip, vmem_bytes=max(16 * _MIB, budget),
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """The engine's specification: whatever it does to a request, the tokens are the same. On a tiny model and a real one."""
 
+import dataclasses
 import random
 
 import pytest
@@ -128,6 +129,28 @@ def test_overlap_on_equals_overlap_off(model, programs_dir, engine, expected):
         assert (with_overlap.text, with_overlap.stop_reason) == (without.text, without.stop_reason)
     reasons = {(output.finish_reason, type(output.stop_reason)) for output in outputs[True]}
     assert reasons >= {("length", type(None)), ("stop", int), ("stop", str)}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_several_decodes_in_a_row_change_nothing(model, programs_dir, expected, overlap):
+    """Also where sequences stop in the middle of such a run, and where blocks run out."""
+    long = make_engine(
+        model, programs_dir, num_scheduler_steps=5, async_scheduling=overlap, num_blocks_override=20, max_model_len=192
+    )
+
+    def plain(requests):
+        return [Request(r.prompt, dataclasses.replace(r.params, logprobs=None)) for r in requests]
+
+    requests = plain(mixed_requests() + stopping_requests(expected))
+    outputs = run(long, requests, check_every_step=True)
+    one_by_one = make_engine(model, programs_dir)
+    for got, want in zip(outputs, run(one_by_one, requests), strict=True):
+        assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason)
+    before = long.metrics.snapshot()["iteration_tokens_total_count"]
+    run(long, plain(mixed_requests()[:2]))  # 24 tokens each, one prefill and then five at a time
+    assert long.metrics.snapshot()["iteration_tokens_total_count"] - before <= 8
+    long.close()
+    one_by_one.close()
 
 
 def test_a_seed_repeats_its_draws_and_another_seed_does_not(engine):

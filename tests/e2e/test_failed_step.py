@@ -27,14 +27,14 @@ class Broken:
 
 
 def break_steps(engine, monkeypatch, breaks, *, when_read: bool):
-    """Makes a step fail after it has consumed the pool, wherever breaks(step number, batch) says so: at once, or late,
+    """Makes a step fail after it has consumed the pool, wherever breaks(step number, packed input) says so: at once, or late,
     when its result is read and the next step may be in flight."""
     submit, count = engine.runner.submit, iter(range(10**6))
 
     def broken(step):
         number = next(count)
         result = submit(step)
-        if not breaks(number, step.batch):
+        if not breaks(number, step.buffer):
             return result
         if when_read:
             return Broken()
@@ -49,7 +49,7 @@ def break_steps(engine, monkeypatch, breaks, *, when_read: bool):
 def test_a_step_that_fails_once_changes_no_answer(engine, monkeypatch, when_read):
     requests = [Request([7, 8, 9] * n, GREEDY) for n in (1, 7, 13)]
     expected = run(engine, requests)
-    break_steps(engine, monkeypatch, lambda number, batch: number in (0, 5), when_read=when_read)
+    break_steps(engine, monkeypatch, lambda number, buffer: number in (0, 5), when_read=when_read)
     assert [o.token_ids for o in run(engine, requests, check_every_step=True)] == [o.token_ids for o in expected]
 
 
@@ -57,7 +57,7 @@ def test_a_step_that_fails_once_changes_no_answer(engine, monkeypatch, when_read
 def test_a_request_that_breaks_every_step_fails_alone(engine, monkeypatch, when_read):
     good, poison = Request([7, 8, 9], GREEDY), 255
     expected = run(engine, [good])[0].token_ids
-    break_steps(engine, monkeypatch, lambda number, batch: poison in batch.token_ids, when_read=when_read)
+    break_steps(engine, monkeypatch, lambda number, buffer: poison in buffer, when_read=when_read)
     engine.add_request("good", good.prompt, good.params)
     engine.add_request("bad", [poison] * 5, GREEDY)
     tokens, errors = {"good": [], "bad": []}, {}

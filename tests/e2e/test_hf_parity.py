@@ -11,8 +11,9 @@ from engines import Request, make_engine, run
 from flax import nnx
 
 from jpaged.config import DEFAULT_MODEL
-from jpaged.packed_step import PackedStep
 from jpaged.sampling_params import SamplingParams
+from models.types import ForwardBatch
+from pallas_kernels import AttentionMetadata
 
 PROMPTS = json.loads((Path(__file__).parent.parent / "fixtures" / "smollm2_greedy.json").read_text())["prompts"]
 NUM_TOKENS = len(PROMPTS[0]["token_ids"])
@@ -39,11 +40,20 @@ def teacher_forced_logprobs(engine) -> np.ndarray:
     runner, block_size = engine.runner, engine.spec.block_size
     sequences = [p["prompt_token_ids"] + p["token_ids"] for p in PROMPTS]
     ends = np.cumsum([len(ids) for ids in sequences])
-    packing = PackedStep(
-        int(ends[-1]), len(PROMPTS) * NUM_TOKENS, num_seqs=len(PROMPTS), max_blocks=runner.spec.max_blocks_per_seq
+    num_tokens, num_rows, num_seqs = int(ends[-1]), len(PROMPTS) * NUM_TOKENS, len(PROMPTS)
+
+    def zeros(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.int32)
+
+    meta = AttentionMetadata(
+        seq_lens=zeros(num_seqs),
+        query_start_loc=zeros(num_seqs + 1),
+        block_tables=zeros(num_seqs, runner.spec.max_blocks_per_seq),
+        distribution=zeros(3),
+        slot_mapping=zeros(num_tokens),
     )
-    _, batch, _ = packing.empty()
-    meta, next_block = batch.attention, 1
+    batch = ForwardBatch(zeros(num_tokens), zeros(num_tokens), meta, zeros(num_rows))
+    next_block = 1
     meta.query_start_loc[1:], meta.distribution[2] = ends, len(PROMPTS)
     for i, (ids, end) in enumerate(zip(sequences, ends)):
         tokens, positions = slice(end - len(ids), end), np.arange(len(ids))

@@ -8,10 +8,10 @@ import numpy as np
 from flax import nnx
 
 from jpaged.model_runner import make_mesh
-from jpaged.packed_step import PackedStep
 from models.config import ModelConfig
 from models.llama import Llama
-from pallas_kernels import PoolLayout, make_pool
+from models.types import ForwardBatch
+from pallas_kernels import AttentionMetadata, PoolLayout, make_pool
 
 CONFIG = ModelConfig("llama", "tiny", 64, 32, 48, 3, 4, 2, 8, 128, tie_word_embeddings=True)
 NUM_BLOCKS, BLOCK = 5, 16
@@ -27,20 +27,19 @@ def run(roll_layers: bool) -> np.ndarray:
     state = jax.tree.unflatten(treedef, [jax.random.normal(k, x.shape) / 6 for k, x in zip(keys, leaves)])
     num_pools = 1 if roll_layers else CONFIG.num_layers
     pools = tuple(make_pool(layout, NUM_BLOCKS * CONFIG.num_layers // num_pools) for _ in range(num_pools))
-    _, batch, _ = PackedStep(num_tokens=8, num_rows=2, num_seqs=2, max_blocks=4).empty()
-    batch.logits_indices[:] = 3, 7
-    meta = batch.attention
-    meta.query_start_loc[1:] = 8
-    meta.distribution[:] = 0, 0, 1
+    forward = jax.jit(lambda s, b, p: nnx.merge(graphdef, s)(b, p))
     logits = []
     for step in range(3):  # the later ones read what the earlier ones wrote
-        batch.token_ids[:] = np.arange(8) * 7 % 64
-        batch.positions[:] = np.arange(8) + 8 * step
-        meta.seq_lens[0] = 8 * step + 8
-        meta.block_tables[0, :2] = 3, 2
-        meta.slot_mapping[:] = np.array([3, 2])[batch.positions // BLOCK] * BLOCK + batch.positions % BLOCK
-        fixed = jax.tree.map(jnp.array, batch)
-        out, pools = jax.jit(lambda s, b, p: nnx.merge(graphdef, s)(b, p))(state, fixed, pools)
+        positions = np.arange(8) + 8 * step
+        meta = AttentionMetadata(
+            seq_lens=jnp.array([8 * step + 8, 0]),
+            query_start_loc=jnp.array([0, 8, 8]),
+            block_tables=jnp.array([[3, 2, 0, 0], [0, 0, 0, 0]]),
+            distribution=jnp.array([0, 0, 1]),
+            slot_mapping=jnp.asarray(np.array([3, 2])[positions // BLOCK] * BLOCK + positions % BLOCK),
+        )
+        batch = ForwardBatch(jnp.arange(8) * 7 % 64, jnp.asarray(positions), meta, jnp.array([3, 7]))
+        out, pools = forward(state, batch, pools)
         logits.append(np.asarray(out))
     return np.stack(logits)
 

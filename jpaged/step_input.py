@@ -1,0 +1,97 @@
+"""StepInput: what the host tells the device of one step, and what the device makes of it."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jpaged.config import MIN_TOKEN_BUCKET
+from jpaged.device_state import RowState
+from models.types import ForwardBatch
+from pallas_kernels import AnyArray, AttentionMetadata
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepInput:
+    """The sequences of the step, sorted by class, and their tokens. All int32.
+
+    A token id below 0 stands for the newest token of row -1 - id, which the host has not seen yet. Absent sequences and
+    sampling rows that pad have the row after the last.
+    """
+
+    token_ids: Int[AnyArray, "T"]
+    row_ids: Int[AnyArray, "S"]  # S is the most sequences that T tokens can belong to
+    starts: Int[AnyArray, "S"]  # the position of each sequence's first token
+    query_start_loc: Int[AnyArray, "S+1"]  # and its index in the step
+    distribution: Int[AnyArray, "3"]
+    logits_indices: Int[AnyArray, "R"]  # the tokens whose successors are sampled
+    sampled_rows: Int[AnyArray, "R"]
+    limits: Int[AnyArray, "R"]  # how many tokens each may yield, where a step is several decodes
+    table_updates: Int[AnyArray, "T 3"]  # (row, column, block id)
+
+    @classmethod
+    def shapes(cls, num_tokens: int, num_sampled: int, max_num_seqs: int) -> "StepInput":
+        """That of program (T, R) as `ShapeDtypeStruct`s."""
+        num_seqs = min(num_tokens, max(max_num_seqs, MIN_TOKEN_BUCKET))
+        sizes = {
+            "row_ids": num_seqs, "starts": num_seqs, "query_start_loc": num_seqs + 1, "distribution": 3,
+            "logits_indices": num_sampled, "sampled_rows": num_sampled, "limits": num_sampled, "token_ids": num_tokens,
+        }  # fmt: skip
+        flat = {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in sizes.items()}
+        return cls(**flat, table_updates=jax.ShapeDtypeStruct((num_tokens, 3), np.int32))
+
+    def make_neutral(self, max_num_seqs: int, max_blocks: int) -> None:
+        """Makes host arrays of zeros a step of padding alone."""
+        self.row_ids.fill(max_num_seqs)
+        self.sampled_rows.fill(max_num_seqs)
+        self.table_updates[:, 1] = max_blocks
+
+
+def forward_batch(step: StepInput, rows: RowState, block_size: int) -> ForwardBatch:
+    """The model's input. Padding writes to the null block."""
+    token = jnp.arange(len(step.token_ids))
+    is_real = token < step.query_start_loc[step.distribution[2]]
+    sequence, position = _locate(step, token)
+    positions = jnp.where(is_real, position, 0)
+    tables = rows.block_tables[step.row_ids]
+    slots = tables[sequence, positions // block_size] * block_size + positions % block_size
+    newest = rows.newest_tokens[jnp.maximum(-1 - step.token_ids, 0)]
+    return ForwardBatch(
+        token_ids=jnp.where(step.token_ids < 0, newest, step.token_ids),
+        positions=positions,
+        attention=AttentionMetadata(
+            seq_lens=step.starts + jnp.diff(step.query_start_loc),
+            query_start_loc=step.query_start_loc,
+            block_tables=tables,
+            distribution=step.distribution,
+            slot_mapping=jnp.where(is_real, slots, 0),
+        ),
+        logits_indices=step.logits_indices,
+    )
+
+
+def sampled_positions(step: StepInput) -> jax.Array:
+    """The position in its sequence of each token that is sampled."""
+    return _locate(step, step.logits_indices)[1] + 1
+
+
+def _locate(step: StepInput, token) -> tuple[jax.Array, jax.Array]:
+    """The sequence of some tokens of the step, and their positions in it."""
+    is_past = (step.query_start_loc[1:] <= token[:, None]) & (jnp.arange(len(step.row_ids)) < step.distribution[2])
+    sequence = jnp.minimum(jnp.sum(is_past, axis=1), len(step.row_ids) - 1)
+    return sequence, step.starts[sequence] + token - step.query_start_loc[sequence]
+
+
+def next_decode(step: StepInput, is_alive, max_num_seqs: int) -> StepInput:
+    """The step in which every sequence of a step of decodes computes the token that it has just yielded.
+
+    Token, sequence and sampling row `i` belong together, S = R. A sequence that has stopped becomes an absent one: it
+    writes to the null block.
+    """
+    row_ids = jnp.where(is_alive, step.sampled_rows, max_num_seqs)
+    starts = jnp.where(is_alive, step.starts + 1, 0)
+    token_ids = step.token_ids.at[: len(row_ids)].set(-1 - row_ids)
+    return replace(step, token_ids=token_ids, row_ids=row_ids, sampled_rows=row_ids, starts=starts)
