@@ -16,7 +16,7 @@ test: $(VENV)/.installed-test
 	$(RUN) -m pytest $(ARGS)
 
 test-compile: $(COMPILE_VENV)/.installed
-	$(RUN_COMPILE) -m pytest -m compile tests/compile $(ARGS)
+	$(RUN_COMPILE) -m pytest -n 2 -m compile tests/compile $(ARGS)
 
 $(VENV)/bin/python $(COMPILE_VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "jpaged needs Python 3.12 or newer, and none was found: install python3.12 (or newer) with its venv module, or give one: make PYTHON=/path/to/python"; exit 1; }

@@ -48,8 +48,8 @@ def _devices(platform: str, topology: str, options: tuple[tuple[str, str], ...])
     ).devices
 
 
-# A v4 or v5p chip is one device of two cores; a tpu7x chip is two devices. `hbm` of a TPU is what its compiler names when a
-# program is over it; of the H200, what its driver leaves of 141 GB.
+# A v4 or v5p chip is one device of two cores; a tpu7x chip is two devices. `hbm` of a TPU is what its compiler names
+# when a program is over it; of the H200, what its driver leaves of 141 GB.
 CHIPS = {
     chip.name: chip
     for chip in (

@@ -1,4 +1,7 @@
-"""figures.json: the compiler's estimates, kept so that a step that becomes slower is seen where no chip is."""
+"""figures.json: the compiler's estimates, kept so that a step that becomes slower is seen where no chip is.
+
+`make test-compile ARGS='-n 0 --update-figures'` keeps those of today.
+"""
 
 import importlib.metadata
 import json
@@ -26,8 +29,9 @@ class Figures:
             )
             return None
         if name not in self.cycles:
-            return f"no figure of {name} for libtpu {self.libtpu}: make test-compile ARGS=--update-figures"
+            return f"no figure of {name} for libtpu {self.libtpu}: make test-compile ARGS='-n 0 --update-figures'"
         before = self.cycles[name]
         if abs(cycles - before) <= TOLERANCE * before:
             return None
-        return f"{name}: {cycles} estimated cycles, {cycles / before - 1:+.1%} against {before}; --update-figures accepts it"
+        change = cycles / before - 1
+        return f"{name}: {cycles} estimated cycles, {change:+.1%} against {before}; --update-figures accepts it"
