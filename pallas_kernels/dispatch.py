@@ -1,6 +1,7 @@
 """How an api picks among the implementations of its op."""
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 
@@ -31,6 +32,18 @@ def call_implementation(
             reasons.append(f"{candidate}: {error}")
             _log_once(f"{candidate} cannot ({error}); the next implementation takes its place")
     raise NotImplementedError("; ".join(reasons))
+
+
+def lazily(module: str, name: str) -> Callable:
+    """Function `name` of a module of this package that is imported at the first call.
+
+    The compilers' front ends for other chips take more than a second to import, which a start on CPU need not pay.
+    """
+
+    def call(*args, **kwargs):
+        return getattr(importlib.import_module(module, __package__), name)(*args, **kwargs)
+
+    return call
 
 
 @functools.cache

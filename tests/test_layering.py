@@ -24,6 +24,10 @@ MAY_IMPORT_INSIDE_A_FUNCTION = {
     ("jpaged/tokenizer.py", "transformers"): "seconds to import, and only a folder without tokenizer.json needs it",
     ("models/weights/fetch.py", "huggingface_hub"): "only a model from the hub needs it",
 }
+MAY_IMPORT_BY_NAME = {
+    "jpaged/__init__.py": "`import jpaged` is fast and loads no jax",
+    "pallas_kernels/dispatch.py": "a start on CPU need not import the front ends of other chips' compilers",
+}
 MAY_JIT = {
     "jpaged/step.py": "the step",
     "jpaged/kernel_check.py": "attention a second time, in a debug mode",
@@ -194,7 +198,7 @@ def test_imports_stand_at_the_top_except_of_optional_heavy_packages():
 def test_modules_are_imported_by_statements_and_not_by_name():
     for path in files(*ENGINE):
         if uses_of(path, "import_module", "__import__"):
-            assert name_of(path) == "jpaged/__init__.py", name_of(path)
+            assert name_of(path) in MAY_IMPORT_BY_NAME, name_of(path)
 
 
 def test_engine_knows_no_torch():

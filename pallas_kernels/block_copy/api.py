@@ -3,9 +3,8 @@
 import jax
 from jaxtyping import Array, Int
 
-from ..dispatch import call_implementation
+from ..dispatch import call_implementation, lazily
 from ..pool import LayerPool
-from .mosaic_tpu import copy_blocks_mosaic_tpu
 from .reference import copy_blocks_reference
 from .xla import copy_blocks_xla
 
@@ -15,7 +14,11 @@ def _reference(pools, src, dst, num, blocks_per_layer):
     return jax.pure_callback(copy_blocks_reference, struct, pools, src, dst, num, blocks_per_layer)
 
 
-_IMPLEMENTATIONS = {"mosaic_tpu": copy_blocks_mosaic_tpu, "xla": copy_blocks_xla, "reference": _reference}
+_IMPLEMENTATIONS = {
+    "mosaic_tpu": lazily(".block_copy.mosaic_tpu", "copy_blocks_mosaic_tpu"),
+    "xla": copy_blocks_xla,
+    "reference": _reference,
+}
 _DEFAULT = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
 
 

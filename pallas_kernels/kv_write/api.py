@@ -3,9 +3,8 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import call_implementation
+from ..dispatch import call_implementation, lazily
 from ..pool import LayerPool
-from .mosaic_tpu import kv_write_mosaic_tpu
 from .reference import kv_write_reference
 from .xla import kv_write_xla
 
@@ -15,7 +14,11 @@ def _reference(pool: LayerPool, k, v, slot_mapping, k_scale, v_scale) -> LayerPo
     return jax.pure_callback(kv_write_reference, struct, pool, k, v, slot_mapping, k_scale, v_scale)
 
 
-_IMPLEMENTATIONS = {"mosaic_tpu": kv_write_mosaic_tpu, "xla": kv_write_xla, "reference": _reference}
+_IMPLEMENTATIONS = {
+    "mosaic_tpu": lazily(".kv_write.mosaic_tpu", "kv_write_mosaic_tpu"),
+    "xla": kv_write_xla,
+    "reference": _reference,
+}
 _DEFAULT = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
 
 

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..dispatch import call_implementation
+from ..dispatch import call_implementation, lazily
 from ..metadata import AttentionMetadata
 from ..pool import LayerPool
-from .mosaic_tpu import ragged_paged_attention_mosaic_tpu
 from .reference import ragged_paged_attention_reference
 from .tiles import Tiles, TpuTiles
+from .tiles_gpu import GpuTiles
 from .xla import ragged_paged_attention_xla
 
 
@@ -26,11 +26,12 @@ def _reference(q, pool, meta, *, sinks, k_scale, v_scale, return_lse, tiles, **s
 
 
 _IMPLEMENTATIONS = {
-    "mosaic_tpu": ragged_paged_attention_mosaic_tpu,
+    "mosaic_gpu": lazily(".paged_attention.mosaic_gpu", "ragged_paged_attention_mosaic_gpu"),
+    "mosaic_tpu": lazily(".paged_attention.mosaic_tpu", "ragged_paged_attention_mosaic_tpu"),
     "xla": ragged_paged_attention_xla,
     "reference": _reference,
 }
-_DEFAULT = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("mosaic_tpu", "xla")}
+_DEFAULT = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
 
 
 def ragged_paged_attention(
@@ -45,7 +46,7 @@ def ragged_paged_attention(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
     return_lse: bool = False,
-    tiles: Tiles | TpuTiles | None = None,
+    tiles: Tiles | TpuTiles | GpuTiles | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T H D"] | tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
     """Causal attention of every token of the step over its own sequence's KV, this step's tokens included.
@@ -57,11 +58,11 @@ def ragged_paged_attention(
     `q`'s dtype. A padded row's output is 0. With `return_lse` also the natural log of the softmax's denominator,
     float32, the sink included, -inf for a padded row.
 
-    On XLA:CPU a row's float32 result is the same to the bit alone or in any batch, in any chunking of a prefill, and verified or
-    decoded; decode sums in the same partitions as prefill, but by other products, and agrees to rounding.
+    On XLA:CPU a row's float32 result is the same to the bit alone or in any batch, in any chunking of a prefill, and
+    verified or decoded; decode sums in the same partitions as prefill, but by other products, and agrees to rounding.
 
-    `tiles` and `implementation` ("mosaic_tpu", "xla", "reference", or None for the best of this pool's form) are
-    static. Tiles are of one implementation; every other takes its own default.
+    `tiles` and `implementation` ("mosaic_gpu", "mosaic_tpu", "xla", "reference", or None for the best of this pool's
+    form) are static. Tiles are of one implementation; every other takes its own default.
     Raises `ValueError` for shapes that do not fit, `NotImplementedError` where no implementation can.
     """
     num_heads, head_dim = q.shape[1:]

@@ -48,15 +48,25 @@ def ragged_paged_attention_mosaic_tpu(
         raise ValueError(f"tiles.fetch must be a multiple of block_size = {layout.block_size}, got {tiles.fetch}")
     is_full = jnp.float32 in (q.dtype, layout.dtype)
     scoring = Scoring(
-        layout, group, sm_scale, sliding_window, soft_cap, jnp.dtype(jnp.float32 if is_full else jnp.bfloat16), interpret
+        layout,
+        group,
+        sm_scale,
+        sliding_window,
+        soft_cap,
+        jnp.dtype(jnp.float32 if is_full else jnp.bfloat16),
+        interpret,
     )
     scales = [
-        jnp.broadcast_to(jnp.float32(1) if scale is None else scale.astype(jnp.float32).reshape(-1), layout.num_kv_heads)
+        jnp.broadcast_to(
+            jnp.float32(1) if scale is None else scale.astype(jnp.float32).reshape(-1), layout.num_kv_heads
+        )
         for scale in (k_scale, v_scale)
     ]
     if sinks is not None:
         sinks = jnp.broadcast_to((sinks.astype(jnp.float32) * LOG2_E)[:, None], (len(sinks), LANES))
-    out, lse = _call(_packed(q, layout.lanes), pool.arrays[0], meta, jnp.stack(scales), sinks, scoring, tiles, return_lse)
+    out, lse = _call(
+        _packed(q, layout.lanes), pool.arrays[0], meta, jnp.stack(scales), sinks, scoring, tiles, return_lse
+    )
     is_real = jnp.arange(len(q)) < meta.query_start_loc[meta.distribution[2]]
     values = slice(HALF_LANES, HALF_LANES + q.shape[2]) if layout.packs_kv else slice(0, q.shape[2])
     out = jnp.where(is_real[:, None, None], out.reshape(len(q), -1, layout.lanes)[:, : q.shape[1], values], 0)

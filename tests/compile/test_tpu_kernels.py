@@ -82,9 +82,7 @@ def _faults(compiled, pool) -> list[str]:
 
 def _layer(pool, q, k, v, meta, *, head_dim, **options):
     pool = kv_write(pool, k, v, meta.slot_mapping, implementation="mosaic_tpu")
-    return pool, ragged_paged_attention(
-        q, pool, meta, sm_scale=head_dim**-0.5, implementation="mosaic_tpu", **options
-    )
+    return pool, ragged_paged_attention(q, pool, meta, sm_scale=head_dim**-0.5, implementation="mosaic_tpu", **options)
 
 
 def _compile_layer(chip, layout, *, num_heads, q_dtype="bfloat16", donate=(0,), **options):

@@ -118,7 +118,9 @@ def test_tiles_change_no_number_beyond_rounding(tiles):
 
 def test_neighbours_placement_poison_and_chunks_change_nothing():
     """One program: every step here has the same shapes."""
-    run = jax.jit(functools.partial(ragged_paged_attention_mosaic_tpu, sm_scale=0.125, tiles=TILES), static_argnames="interpret")
+    run = jax.jit(
+        functools.partial(ragged_paged_attention_mosaic_tpu, sm_scale=0.125, tiles=TILES), static_argnames="interpret"
+    )
     case = Case("whole", prefill=((100, 100),), form="tpu")
 
     def attend(step, q=None, **meta):
@@ -212,7 +214,9 @@ def test_kv_write_puts_tokens_where_the_reference_does(dtype, mode):
     pool = pool_from_logical(*rng.integers(-9, 9, (2, 9, 16, 3, 64)).astype(np.float64), layout)
     k, v = jnp.asarray(4 * rng.standard_normal((2, 37, 3, 64)), jnp.float32)
     # Alone, in runs across blocks, in runs that only look like one, and padding.
-    slots = jnp.asarray([20, *range(40, 60), 22, 100, 70, 102, 71, 104, 105, 106, 107, *range(128, 133), 0, 0, 0, 0][:37])
+    slots = jnp.asarray(
+        [20, *range(40, 60), 22, 100, 70, 102, 71, 104, 105, 106, 107, *range(128, 133), 0, 0, 0, 0][:37]
+    )
     scales = (None, None) if dtype in ("float32", "bfloat16") else (jnp.asarray([0.1, 0.2, 0.3]), jnp.asarray(0.2))
     write = jax.jit(functools.partial(kv_write_mosaic_tpu, interpret=_interpret(mode)))
     got = logical_kv(write(pool, k, v, slots, *scales))

@@ -1,0 +1,168 @@
+"""The Hopper kernels compiled for the H200: what its compiler says of them. Run with `-m compile -s` to see the table."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ptx import bf16, compile_for_h200, i32
+
+from pallas_kernels import AttentionMetadata, PoolLayout, kv_write, pool_struct, ragged_paged_attention
+from pallas_kernels.paged_attention.mosaic_gpu import ragged_paged_attention_mosaic_gpu
+from pallas_kernels.paged_attention.mosaic_gpu_decode import DecodeShape, decode_partials
+from pallas_kernels.paged_attention.tiles_gpu import default_gpu_tiles
+
+pytestmark = pytest.mark.compile
+
+NUM_BLOCKS, MAX_SEQUENCES, MAX_BLOCKS, NUM_TOKENS = 4096, 64, 128, 256
+IN_FLIGHT = 36_000  # bytes an SM needs on their way to draw its share of 4.8 TB/s at 1 us
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One attention layer of a model, on one device."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    options: tuple[tuple[str, float], ...] = ()
+    with_sinks: bool = False
+
+    @property
+    def layout(self) -> PoolLayout:
+        return PoolLayout(self.num_kv_heads, self.head_dim, self.block_size, "bfloat16", "gpu")
+
+    @property
+    def tiles(self):
+        window = dict(self.options).get("sliding_window")
+        return default_gpu_tiles(self.layout, self.num_heads // self.num_kv_heads, window)
+
+    def structs(self):
+        """Arguments of `step`."""
+        kv = bf16(NUM_TOKENS, self.num_kv_heads, self.head_dim)
+        meta = AttentionMetadata(
+            i32(MAX_SEQUENCES), i32(MAX_SEQUENCES + 1), i32(MAX_SEQUENCES, MAX_BLOCKS), i32(3), i32(NUM_TOKENS)
+        )
+        sinks = jax.ShapeDtypeStruct((self.num_heads,), jnp.float32)
+        return (
+            pool_struct(self.layout, NUM_BLOCKS),
+            bf16(NUM_TOKENS, self.num_heads, self.head_dim),
+            kv,
+            kv,
+            meta,
+            sinks,
+        )
+
+    def step(self, pool, q, k, v, meta, sinks):
+        pool = kv_write(pool, k, v, meta.slot_mapping)
+        return pool, ragged_paged_attention(
+            q, pool, meta, sm_scale=self.head_dim**-0.5, sinks=sinks if self.with_sinks else None, **dict(self.options)
+        )
+
+
+LAYERS = [
+    Layer("8B", 32, 8, 128),
+    Layer("8B_one_of_8", 4, 1, 128),
+    Layer("8B_block_64", 32, 8, 128, block_size=64),
+    Layer("SmolLM2", 9, 3, 64),
+    Layer("window_and_sinks", 64, 8, 64, options=(("sliding_window", 128),), with_sinks=True),
+    Layer("window_and_cap", 16, 8, 128, block_size=32, options=(("sliding_window", 4096), ("soft_cap", 50.0))),
+    Layer("multi_head", 16, 16, 128),
+    Layer("head_dim_192", 32, 8, 192),
+]
+
+
+@functools.cache
+def compiled(layer: Layer, donate: bool = True):
+    return compile_for_h200(layer.step, *layer.structs(), donate_argnums=(0,) if donate else ())
+
+
+def copies_of_the_pool(program, layer: Layer) -> list[str]:
+    shape = ",".join(map(str, layer.layout.shapes(NUM_BLOCKS)[0]))
+    return re.findall(rf".*bf16\[{shape}\][^=]* copy(?:-start)?\(.*", program.as_text())
+
+
+def bytes_in_flight(kernel, layer: Layer, stages: int) -> int:
+    """On one SM: a stage is what one turn of the producer's loop loads."""
+    assert layer.tiles.tile_kv % layer.block_size == 0
+    return kernel.ctas_per_sm * stages * sum(kernel.loads)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_kernels_of_a_layer(layer):
+    program, kernels = compiled(layer)
+    assert set(kernels) == {"paged_decode", "paged_combine", "paged_prefill"}
+    for kernel in kernels.values():
+        assert kernel.spilled_bytes == 0 and not kernel.warnings, (kernel.name, kernel.warnings)
+    decode, prefill = kernels["paged_decode"], kernels["paged_prefill"]
+    for kernel, tile_kv in ((decode, layer.tiles.tile_kv), (prefill, layer.tiles.prefill_tile_kv)):
+        assert kernel.count("wgmma.mma_async") and kernel.count("cp.async.bulk.tensor")
+        box = 2 * layer.block_size * layer.head_dim
+        assert kernel.loads == kernel.expected == (box,) * (2 * tile_kv // layer.block_size)
+    rows = -(-layer.num_heads // layer.num_kv_heads // 8) * 8
+    assert {(m, n) for m, n, _ in decode.products} == {(64, rows)}
+    assert decode.ctas_per_sm == 2
+    in_flight = bytes_in_flight(decode, layer, layer.tiles.stages)
+    assert in_flight > IN_FLIGHT
+    for kernel in kernels.values():
+        print(
+            f"{layer.name:18}{kernel.name:16}{kernel.registers:4} registers {kernel.smem:7} bytes of smem"
+            f" {kernel.ctas_per_sm:2} CTAs/SM {kernel.instructions:5} PTX instructions"
+            + (f" {in_flight:7} bytes in flight/SM, {rows} FLOP a KV byte" if kernel is decode else "")
+        )
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2], ids=lambda layer: layer.name)
+def test_the_pool_is_written_in_place_and_never_copied(layer):
+    """XLA's scatter does for kv_write on GPU."""
+    program, _ = compiled(layer)
+    memory = program.memory_analysis()
+    pool_bytes = NUM_BLOCKS * layer.layout.bytes_per_block
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert not copies_of_the_pool(program, layer)
+    print(f"{layer.name}: pool {pool_bytes}, temporary {memory.temp_size_in_bytes}")
+
+
+def test_the_gates_see_what_they_should():
+    """Each gate on a program that is wrong on purpose."""
+    layer = LAYERS[0]
+    program, _ = compiled(layer, donate=False)
+    assert program.memory_analysis().alias_size_in_bytes == 0 and copies_of_the_pool(program, layer)
+    greedy = dataclasses.replace(layer.tiles, stages=6, prefill_tile_kv=256, prefill_stages=1)
+
+    def attend(pool, q, k, v, meta, sinks):
+        return ragged_paged_attention_mosaic_gpu(
+            q, pool, meta, sm_scale=1.0, sliding_window=None, soft_cap=None, sinks=sinks, k_scale=None, v_scale=None,
+            return_lse=False, tiles=greedy,
+        )  # fmt: skip
+
+    _, kernels = compile_for_h200(attend, *layer.structs())
+    assert kernels["paged_decode"].ctas_per_sm == 1
+    assert kernels["paged_prefill"].spilled_bytes > 0 and kernels["paged_prefill"].warnings
+
+
+def test_paging_costs_few_instructions():
+    """The decode kernel against itself with blocks that lie in order, whose ids are arithmetic and not a table's."""
+
+    def kernel(block_id):
+        layer = LAYERS[0]
+        tiles, group = layer.tiles, layer.num_heads // layer.num_kv_heads
+        shape = DecodeShape(
+            layer.num_kv_heads, group, 8, tiles.tokens, layer.head_dim, layer.block_size, tiles.tile_kv, tiles.stages,
+            tiles.ctas, None, None, False, block_id,
+        )  # fmt: skip
+        pool, q, _, _, meta, _ = layer.structs()
+        _, kernels = compile_for_h200(
+            functools.partial(decode_partials, shape, capacity=512, interpret=None),
+            q, pool.arrays[0], meta.block_tables, i32(5, 512), i32(1), jax.ShapeDtypeStruct((8,), jnp.float32),
+        )  # fmt: skip
+        return kernels["paged_decode"].instructions
+
+    paged = kernel(lambda table, sequence, index: table[sequence, index])
+    contiguous = kernel(lambda table, sequence, index: sequence * MAX_BLOCKS + index)
+    print(f"PTX instructions: paged {paged}, contiguous {contiguous}, ratio {paged / contiguous:.3f}")
+    assert paged <= 1.03 * contiguous
