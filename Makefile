@@ -1,10 +1,13 @@
-# Two commands do everything: `make serve` and `make test`. Both make .venv when it is missing.
+# `make serve` and `make test` make .venv when it is missing. `make test-compile` proves the engine for chips that are not
+# here, with their compilers, in a .venv-compile of its own (3 GB): beside them every import of jax looks for chips.
 PYTHON ?= $(shell sh scripts/find_python.sh)
 VENV := .venv
 RUN := $(VENV)/bin/python
+COMPILE_VENV := .venv-compile
+RUN_COMPILE := JAX_PLATFORMS=cpu $(COMPILE_VENV)/bin/python
 ARGS ?=
 
-.PHONY: serve test clean
+.PHONY: serve test test-compile clean
 
 serve: $(VENV)/.installed
 	$(RUN) -m jpaged.serve $(ARGS)
@@ -12,9 +15,12 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(RUN) -m pytest $(ARGS)
 
-$(VENV)/bin/python:
+test-compile: $(COMPILE_VENV)/.installed
+	$(RUN_COMPILE) -m pytest -n 2 -m compile tests/compile $(ARGS)
+
+$(VENV)/bin/python $(COMPILE_VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "jpaged needs Python 3.12 or newer, and none was found: install python3.12 (or newer) with its venv module, or give one: make PYTHON=/path/to/python"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@D)/..
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
@@ -24,5 +30,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
+$(COMPILE_VENV)/.installed: $(COMPILE_VENV)/bin/python pyproject.toml constraints.txt constraints-compile.txt
+	$(COMPILE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(COMPILE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-compile.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(COMPILE_VENV) build *.egg-info

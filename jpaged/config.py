@@ -78,6 +78,10 @@ class EngineConfig:
     attention_backend: str | None = _option(
         None, "the attention implementation (default: by device)", choices=("mosaic_gpu", "mosaic_tpu", "xla", "reference")
     )
+    check_kernels: bool = _option(
+        False,
+        "compare some steps' attention with plain XLA and check every block id; stop where one is wrong (debugging)",
+    )
     compilation_cache_dir: str | None = _option(None, "where compiled programs are kept (default: the user's cache)")
 
     def __post_init__(self):

@@ -3,3 +3,7 @@
 
 class QueueFullError(Exception):
     """The queue has reached max_num_queued_requests; the caller may try later."""
+
+
+class KernelCheckFailed(Exception):
+    """`--check-kernels` has found a wrong kernel or block id. The engine stops: to go on would hide it."""

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jpaged.batch import HostStep
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
+from jpaged.kernel_check import KernelCheck
 from jpaged.memory_plan import MemoryPlan, plan_memory
 from jpaged.program_cache import ProgramCache, cache_dir, fingerprint
 from jpaged.programs import Programs
@@ -108,6 +109,7 @@ class ModelRunner:
         )
         self._load_rows = self._program_cache.compile(("rows",), load, arguments, jax.tree.structure(arguments[0]))
         self.state = self._make_state()
+        self._check = KernelCheck(self.step, self.spec) if config.check_kernels else None
 
     def submit(self, step: HostStep) -> PendingResult:
         """Gives a step to the devices and returns at once, where its program is compiled. Steps run in order."""
@@ -116,6 +118,8 @@ class ModelRunner:
             rows = self._load_rows(rows, buffer)
         state = DeviceState(self.state.pools, rows)
         self.state, sampled = self.programs[step.bucket](self.leaves, state, step.buffer)
+        if self._check is not None:
+            self._check(step, self.state)
         return PendingResult(sampled, step.num_sampled, step.wants_logprobs)
 
     def reset_state(self) -> None:

@@ -1,6 +1,6 @@
 """StepFunction: the one jitted step of a model on a mesh. It holds shapes alone: no weights, no memory, no chip needed.
 
-The engine compiles its programs from it, the memory plan measures it, and tests compile it for chips that are not there.
+The engine compiles its programs from it, the memory plan measures it, and tests compile it for chips that are absent.
 """
 
 import math

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from jpaged.batch import HostStep
+from jpaged.errors import KernelCheckFailed
 from jpaged.model_runner import ModelRunner, PendingResult, StepResult
 from jpaged.scheduler import SchedulerOutput
 
@@ -45,7 +46,7 @@ class StepsInFlight:
         return len(self._steps) > self._depth
 
     def submit(self, plan: SchedulerOutput, host_step: HostStep, planned_since: float) -> None:
-        """Dispatches a step whose planning began at planned_since. Raises StepFailed."""
+        """Dispatches a step whose planning began at planned_since. Raises StepFailed, or KernelCheckFailed."""
         now = time.monotonic()
         if self._steps:  # a device that has already finished has waited since then, or since a moment before
             idle_seconds = now - planned_since if self._steps[-1].result.is_ready else 0.0
@@ -53,6 +54,8 @@ class StepsInFlight:
             idle_seconds = now - (self._drained_at or now)
         try:
             result = self._runner.submit(host_step)
+        except KernelCheckFailed:
+            raise
         except Exception as error:  # whatever the device says: the engine decides what it means
             raise StepFailed(plan, error) from error
         num_padding = host_step.bucket[0] - plan.num_tokens

@@ -65,3 +65,27 @@ def paged_attention(
         out_specs=(by_head, by_kv_head),
         check_vma=False,
     )(q, k, v, pool, meta)
+
+
+def attention_difference(
+    q: Float[Array, "T H D"],
+    pool: LayerPool,
+    meta: AttentionMetadata,
+    *,
+    mesh: Mesh,
+    layout: PoolLayout,
+    implementation: str | None,
+) -> Float[Array, ""]:
+    """How far an implementation is from plain XLA, as a share of the largest output; the pool is only read."""
+
+    def local(q, pool, meta):
+        outputs = (
+            ragged_paged_attention(q, pool, meta, sm_scale=q.shape[-1] ** -0.5, implementation=name)
+            for name in (implementation, "xla")
+        )
+        got, expected = (x.astype(jnp.float32) for x in outputs)
+        worst, largest = jnp.max(jnp.abs(got - expected)), jnp.max(jnp.abs(expected))
+        return jax.lax.pmax(worst, MODEL_AXIS) / jnp.maximum(jax.lax.pmax(largest, MODEL_AXIS), 1e-6)
+
+    specs = P(None, MODEL_AXIS, None), layout.partition_spec(MODEL_AXIS), P()
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(q, pool, meta)

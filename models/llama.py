@@ -56,10 +56,10 @@ class LlamaModel(nnx.Module):
 class Llama(nnx.Module):
     """(batch, pools) -> (logits of the sampled rows, pools). Each layer has a pool, but with roll_layers.
 
-    roll_layers makes the layers a loop on the device, over one pool that holds all of them one after the other: attention is compiled once, and each turn picks its own weights
-    by `lax.switch`, which copies none of them (a scan over stacked weights does). On XLA:CPU this is as fast as a
-    program of all layers in a row and compiles in less than half the time. Elsewhere the layers are unrolled, so that
-    the compiler can fetch the next layer's weights early.
+    roll_layers makes the layers a loop on the device, over one pool that holds all of them one after the other:
+    attention is compiled once, and each turn picks its own weights by `lax.switch`, which copies none of them (a scan
+    over stacked weights does). On XLA:CPU this is as fast as a program of all layers in a row and compiles in less than
+    half the time. Elsewhere the layers are unrolled, so that the compiler can fetch the next layer's weights early.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Llama(nnx.Module):
         self.layout = layout
         self.roll_layers = roll_layers
         self.attention = partial(paged_attention, mesh=mesh, layout=layout, implementation=implementation)
-        # A mesh adds what its devices computed in the weights' dtype: in float32 it would send twice the bytes. XLA:CPU,
-        # where a mesh is for tests, is slow at anything but float32 results.
+        # A mesh adds up what its devices computed in the weights' dtype: float32 would be twice the bytes to send. On
+        # XLA:CPU, where a mesh is for tests, matmuls are slow unless their results are float32.
         partial_sums = dtype if mesh.size > 1 and not roll_layers else jnp.dtype(jnp.float32)
         self.model = LlamaModel(config, dtype=dtype, partial_sums=partial_sums)
         if not config.tie_word_embeddings:

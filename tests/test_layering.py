@@ -30,6 +30,7 @@ MAY_IMPORT_BY_NAME = {
 }
 MAY_JIT = {
     "jpaged/step.py": "the step",
+    "jpaged/kernel_check.py": "attention a second time, in a debug mode",
     "jpaged/model_runner.py": "the pool's zeros, made in their sharding",
     "models/llama.py": "one half of a layer inside the step, so that it is traced once and not once a layer",
 }
