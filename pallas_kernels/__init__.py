@@ -3,7 +3,7 @@
 from .kv_write import kv_write
 from .layout import PoolLayout
 from .metadata import AnyArray, AttentionMetadata
-from .paged_attention import Tiles, default_tiles, ragged_paged_attention
+from .paged_attention import Tiles, default_tiles, measured_tiles, ragged_paged_attention
 from .pool import LayerPool, make_pool, pool_struct
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "default_tiles",
     "kv_write",
     "make_pool",
+    "measured_tiles",
     "pool_struct",
     "ragged_paged_attention",
 ]

@@ -1,6 +1,7 @@
 """Attention over paged KV, for any mix of decode, verify and prefill."""
 
-from .api import ragged_paged_attention
+from .api import attention_implementations, ragged_paged_attention
+from .tile_table import measured_tiles
 from .tiles import Tiles, default_tiles
 
-__all__ = ["Tiles", "default_tiles", "ragged_paged_attention"]
+__all__ = ["Tiles", "attention_implementations", "default_tiles", "measured_tiles", "ragged_paged_attention"]

@@ -1,14 +1,17 @@
 """The op `ragged_paged_attention`."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..dispatch import call_implementation
+from ..layout import Form
 from ..metadata import AttentionMetadata
 from ..pool import LayerPool
 from .reference import ragged_paged_attention_reference
-from .tiles import Tiles, default_tiles
+from .tiles import Tiles
 from .xla import ragged_paged_attention_xla
 
 
@@ -67,11 +70,13 @@ def ragged_paged_attention(
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be above 0, got {soft_cap}")
-    tiles = tiles or default_tiles(pool.block_size, len(q))
-    if tiles.partition % pool.block_size:
-        raise ValueError(f"tiles.partition must be a multiple of block_size = {pool.block_size}, got {tiles.partition}")
     return call_implementation(
         _IMPLEMENTATIONS, _DEFAULT, implementation, pool.shard.form, q, pool, meta,
         sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
         k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, tiles=tiles,
     )  # fmt: skip
+
+
+def attention_implementations(form: Form) -> dict[str, Callable]:
+    """What may serve a pool of this form, best first: for measurements and tests, which ask one of them in particular."""
+    return {name: _IMPLEMENTATIONS[name] for name in _DEFAULT[form]}

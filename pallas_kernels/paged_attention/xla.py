@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 from ..metadata import AttentionMetadata
 from ..pool import LayerPool, read_blocks
-from .tiles import Tiles
+from .tile_table import tuned
+from .tiles import Tiles, default_tiles
 
 _LOG2_E = math.log2(math.e)
 _LOWEST = -(2**24)  # the shift of nothing; a score this low is as good as absent
@@ -64,10 +65,14 @@ def ragged_paged_attention_xla(
     k_scale,
     v_scale,
     return_lse,
-    tiles: Tiles,
+    tiles=None,
 ):
     """See `ragged_paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
+    if not isinstance(tiles, Tiles):
+        tiles = tuned(default_tiles(pool.block_size, num_tokens), "xla", pool.shard, num_heads // pool.num_kv_heads)
+    if tiles.partition % pool.block_size:
+        raise ValueError(f"tiles.partition must be a multiple of block_size = {pool.block_size}, got {tiles.partition}")
     scoring = _Scoring(soft_cap, sliding_window)
     # [T, K, G, D], in float32 and in powers of two from here on
     grouped = (q.astype(jnp.float32) * (sm_scale * _LOG2_E)).reshape(num_tokens, pool.num_kv_heads, -1, head_dim)
