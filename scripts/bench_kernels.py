@@ -170,6 +170,9 @@ class Run:
         row["fraction"], row["bar"] = rate / getattr(self.yardsticks, yardstick), bar
         self.numbers["rows"].append(row)
         write_json(self.args.json, self.numbers)
+        if self.args.tiny:
+            print(f"{row['form']}: {row['op']} {row['case']}: ran", flush=True)
+            return
         achieved = f"{rate / 1e9:.1f} GB/s" if yardstick == "bandwidth" else f"{rate / 1e12:.2f} TFLOP/s"
         paging = ", ".join(
             f"{key.removeprefix('random_over_')} {row[key]:.3f}" + f" (bar {PAGING_BAR})" * (self.form != "cpu")
