@@ -4,13 +4,17 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: serve test clean
+.PHONY: serve test test-gpu test-tpu clean
 
 serve: $(VENV)/.installed
 	$(RUN) -m jpaged.serve $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(RUN) -m pytest $(ARGS)
+
+# On the chip, by the interpreter that has its JAX: make test-gpu PYTHON=python3. Installs nothing.
+test-gpu test-tpu: test-%:
+	$(PYTHON) tests/support/on_chip.py $*
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "jpaged needs Python 3.12 or newer, and none was found: install python3.12 (or newer) with its venv module, or give one: make PYTHON=/path/to/python"; exit 1; }
