@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from kernel_steps import Case, full_pool, make_metadata, make_new_kv, make_queries, scales_of
@@ -92,8 +93,8 @@ class Bench:
         def launch(_, pool, src, dst):
             return copy_blocks((pool,), src, dst, half, blocks_per_layer=self.blocks)[0]
 
-        ids = 1 + jax.random.permutation(jax.random.key(3), 2 * half)
-        return self._times(launch, layers, num_calls, (ids[:half], ids[half:])), num_bytes * layers
+        ids = 1 + np.random.default_rng(0).permutation(2 * half).astype(np.int32)
+        return self._times(launch, layers, num_calls, (jnp.asarray(ids[:half]), jnp.asarray(ids[half:]))), num_bytes * layers
 
     def _plan(self, num_bytes: int, flops: int = 0) -> tuple[int, int]:
         """(layers of the pool, launches in a call)."""

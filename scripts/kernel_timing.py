@@ -86,7 +86,7 @@ def _copies(num_bytes: int, once: bool) -> list[float]:
     def copy(x):
         return repeat(lambda index, x: x ^ index, times, x)
 
-    x = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32).astype(jnp.int32)
+    x = jax.random.bits(jax.random.key(0, impl="rbg"), (num_bytes // 4,), jnp.uint32).astype(jnp.int32)
     (seconds,), _ = rounds_of(copy, x, [()], once)
     return [2 * num_bytes * times / taken for taken in seconds]
 
@@ -99,7 +99,7 @@ def _matmuls(size: int, dtype, once: bool) -> list[float]:
         return repeat(lambda _, x: x @ weights, times, x)
 
     # Random, because a product of zeros takes less power and so runs faster; neither growing nor vanishing.
-    x, weights = jax.random.normal(jax.random.key(0), (2, size, size))
+    x, weights = jax.random.normal(jax.random.key(0, impl="rbg"), (2, size, size))
     variants = [((weights / math.sqrt(size)).astype(dtype),)]
     (seconds,), _ = rounds_of(multiply, x.astype(dtype), variants, once)
     return [2 * size**3 * times / taken for taken in seconds]

@@ -65,11 +65,10 @@ def test_bytes_and_flops_by_hand():
     assert prefill.flops == 4 * 32 * 128 * (2 + 3 + 4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("form", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(("form", "dtype"), [("cpu", "bfloat16"), ("gpu", "int8"), ("tpu", "float8_e4m3fn")])
 def test_a_pool_is_full_of_numbers_of_size_one(form, dtype):
     case = Case(SMOLLM2, 1, 20, dtype=dtype)
     keys, values = logical_kv(full_pool(case.layout(form, 16), 4))
     scale = 1 if dtype == "bfloat16" else 0.04
     for numbers in (keys, values):
-        assert np.isfinite(numbers).all() and numbers.std() * scale == pytest.approx(1, rel=0.1)
+        assert np.isfinite(numbers).all() and numbers.std() * scale == pytest.approx(1, rel=0.05)
