@@ -1,10 +1,13 @@
 """The op `ragged_paged_attention`."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..dispatch import call_implementation, lazily
+from ..dispatch import call_implementation, lazily, loaded
+from ..layout import Form
 from ..metadata import AttentionMetadata
 from ..pool import LayerPool
 from .reference import ragged_paged_attention_reference
@@ -79,3 +82,8 @@ def ragged_paged_attention(
         sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
         k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, tiles=tiles,
     )  # fmt: skip
+
+
+def attention_implementations(form: Form) -> dict[str, Callable]:
+    """What may serve a pool of this form, best first: for measurements and tests, which ask one of them in particular."""
+    return {name: loaded(_IMPLEMENTATIONS[name]) for name in _DEFAULT[form]}

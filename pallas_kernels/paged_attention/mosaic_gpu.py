@@ -16,6 +16,7 @@ from .mosaic_gpu_combine import combine
 from .mosaic_gpu_decode import DecodeShape, decode_partials
 from .mosaic_gpu_plan import RowTiles, partitions, row_tiles
 from .mosaic_gpu_prefill import QUERIES, PrefillShape, prefill
+from .tile_table import tuned
 from .tiles_gpu import GpuTiles, default_gpu_tiles
 
 _LOG2_E = math.log2(math.e)
@@ -46,7 +47,7 @@ def ragged_paged_attention_mosaic_gpu(
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // pool.num_kv_heads
     if not isinstance(tiles, GpuTiles):
-        tiles = default_gpu_tiles(pool.shard, group, sliding_window)
+        tiles = tuned(default_gpu_tiles(pool.shard, group, sliding_window), "mosaic_gpu", pool.shard, group)
     _check_tiles(tiles, pool.block_size)
     rows_per_token = -(-group // 8) * 8
     # The kernels read whole tiles: of 64 queries, and of the heads that fill a token's rows.
