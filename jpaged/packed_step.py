@@ -53,6 +53,7 @@ class PackedStep:
         sampling.make_neutral()
         return buffer, batch, sampling
 
+    @jax.named_scope("unpack")
     def unpack(self, buffer: jax.Array) -> tuple[ForwardBatch, SamplingBatch]:
         """The step's arrays on the device."""
         return self._split(buffer, jax.lax.bitcast_convert_type)

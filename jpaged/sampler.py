@@ -9,6 +9,7 @@ from jpaged.sampling_batch import Sampled, SamplingBatch
 _LANES = 128  # the vocabulary is summed in runs of this many tokens
 
 
+@jax.named_scope("sample")
 def sample(logits: Float[Array, "R V"], batch: SamplingBatch, *, max_logprobs: int) -> Sampled:
     """Draws one token a row.
 

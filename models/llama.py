@@ -103,4 +103,5 @@ class Llama(nnx.Module):
         x, pool = carry
         x = self.model.norm(x[batch.logits_indices])
         head = self.model.embed_tokens.attend if config.tie_word_embeddings else self.lm_head
-        return head(x), pool
+        with jax.named_scope("head"):
+            return head(x), pool
