@@ -1,5 +1,6 @@
 """ModelRunner: weights and pool on the devices, and the compiled steps that join them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,6 +101,7 @@ class ModelRunner:
                 on_compiled(phase)
 
         self.programs = Programs(self._compile, self.buckets.all(), on_prepared)
+        self._make_state = self._compile_make_state()
         self.state = self._make_state()
 
     def submit(self, step: HostStep) -> PendingResult:
@@ -112,9 +114,10 @@ class ModelRunner:
         self.state = None
         self.state = self._make_state()
 
-    def _make_state(self) -> DeviceState:
+    def _compile_make_state(self) -> Callable[[], DeviceState]:
+        """Compiled once and kept: after a failed step there must be nothing to compile."""
         make = jax.jit(partial(self.step.make_state, self.spec.num_blocks), out_shardings=self.step.state_shardings)
-        return self._program_cache.compile(("state",), make, (), jax.tree.structure(self.step.state(2)))()
+        return self._program_cache.compile(("state",), make, (), jax.tree.structure(self.step.state(2)))
 
     def _fingerprint(self) -> str:
         config = self.config
