@@ -32,18 +32,22 @@ class Parser(argparse.ArgumentParser):
         args = sys.argv[1:] if args is None else args
         return super().parse_args([_with_dashes(arg) for arg in args], namespace)
 
-    def parse[T](self, argv: Sequence[str] | None, config_class: type[T], title: str) -> tuple[EngineConfig, T]:
-        """The engine's config and the command's own. Exits with status 2 and one line for a flag that cannot work."""
+    def parse(self, argv: Sequence[str] | None, **groups: type) -> list:
+        """The engine's config, then one of each further class, whose flags stand under its name in the help.
+
+        Exits with status 2 and one line for a flag that cannot work.
+        """
+        groups = {"engine": EngineConfig, **groups}
         self.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
-        add_flags(self, EngineConfig, "engine")
-        add_flags(self, config_class, title)
+        for title, config_class in groups.items():
+            add_flags(self, config_class, title)
         namespace = self.parse_args(argv)
         if namespace.model_argument is not None:
             if getattr(namespace, "model", namespace.model_argument) != namespace.model_argument:
                 self.error(f"MODEL ({namespace.model_argument}) and --model ({namespace.model}) differ: give one")
             namespace.model = namespace.model_argument
         try:
-            return from_flags(EngineConfig, namespace), from_flags(config_class, namespace)
+            return [from_flags(config_class, namespace) for config_class in groups.values()]
         except ValueError as error:
             self.error(str(error))
 

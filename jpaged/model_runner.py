@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -108,6 +109,11 @@ class ModelRunner:
         """Gives a step to the devices and returns at once, where its program is compiled. Steps run in order."""
         self.state, sampled = self.programs[step.bucket](self.leaves, self.state, step.buffer)
         return PendingResult(sampled, step.num_sampled, step.wants_logprobs)
+
+    @property
+    def programs_folder(self) -> Path:
+        """Where this engine's compiled programs are kept."""
+        return self._program_cache.folder
 
     def reset_state(self) -> None:
         """Replaces a state that a failed step may have consumed."""

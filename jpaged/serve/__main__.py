@@ -27,7 +27,8 @@ def parse_flags(argv: Sequence[str] | None = None) -> tuple[EngineConfig, ServeC
     """Exits with status 2 and one line for a flag that cannot work."""
     parser = Parser(prog="python -m jpaged.serve", description="An OpenAI-compatible server.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=jpaged.__version__)
-    return parser.parse(argv, ServeConfig, "server")
+    engine_config, config = parser.parse(argv, server=ServeConfig)
+    return engine_config, config
 
 
 async def serve(server: Server, listener: socket.socket, loader: EngineLoader, config: ServeConfig, url: str) -> int:
