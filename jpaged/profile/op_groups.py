@@ -24,7 +24,8 @@ def scope_of(op_name: str) -> str | None:
 
 class OpGroups:
     """An instruction's own metadata says its scope. Where the compiler has left none, those that it was fused from say
-    it, then what it reads, then its neighbours if they agree."""
+    it, then what it reads, then the loop or branch that it stands in.
+    """
 
     def __init__(self, program_text: str):
         self._scopes: dict[str, str | None] = {}
@@ -33,6 +34,7 @@ class OpGroups:
         self._home: dict[str, str] = {}
         self._members: defaultdict[str, list[str]] = defaultdict(list)
         self._containers: set[str] = set()
+        self._callers: dict[str, str] = {}  # the container that runs a computation
         computation = ""
         for line in program_text.splitlines():
             if found := _COMPUTATION.match(line):
@@ -56,20 +58,21 @@ class OpGroups:
             self._calls[name] = calls[1]
         if _CONTAINER.search(code):
             self._containers.add(name)
+            self._callers |= dict.fromkeys(_NAME.findall(code), name)  # and of its operands, which run nothing
 
     def _group(self, instruction: str) -> str | None:
         """One of GROUPS, or None for what belongs to no part of the model."""
         known = self._known(instruction)
-        if known is not None or instruction in self._containers:
+        if known is not None:
             return known
-        names = [instruction]
+        names = [] if self.is_container(instruction) else [instruction]
         for _ in range(_MAX_HOPS):
             names = [operand for name in names for operand in self._operands.get(name, ())]
             found = next((group for group in map(self._known, names) if group), None)
             if found is not None:
                 return found
-        neighbours = self._count(self._home.get(instruction, ""))
-        return next(iter(neighbours)) if len(neighbours) == 1 else None
+        around = self._callers.get(self._home.get(instruction, ""))
+        return None if around is None else self.group(around)
 
     def _known(self, instruction: str) -> str | None:
         """By its own metadata, or that of most instructions that were fused into it."""

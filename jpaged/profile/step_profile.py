@@ -66,7 +66,7 @@ class StepProfile:
             plain=host_times(plain_spans),
             host=HostTimes(host.step_ms, parts),
             device={group: _ms(ns, count) for group, ns in totals(segments).items()},
-            sample=[s for s in segments if at <= s.begin < at + length],
+            sample=device_timeline(trace, op_groups, at, at + length),
             sample_host=[s for s in trace.host if s.name != STEP and at <= s.begin < at + length],
         )
 

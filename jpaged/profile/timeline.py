@@ -69,10 +69,14 @@ def totals(segments: Iterable[Segment]) -> dict[str, float]:
 
 
 def wait_and_read_back(waits: list[Span], runs: list[Span]) -> tuple[int, int]:
-    """(nanoseconds that the host waited for a program's end, and that it needed from there to the result)."""
+    """(nanoseconds that the host waited for a program's end, and that it needed from there to the result).
+
+    A wait is for the program that ends nearest to its own end: the next one may run by then.
+    """
     waited = read = 0
     for wait in waits:
-        done = min((run.end for run in runs if wait.begin <= run.end <= wait.end), default=wait.begin)
+        done = min((run.end for run in runs), key=lambda end: abs(end - wait.end), default=wait.begin)
+        done = min(max(done, wait.begin), wait.end)
         waited += done - wait.begin
         read += wait.end - done
     return waited, read
