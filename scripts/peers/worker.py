@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 
-Run = Callable[[list[list[int]], list[int], int], list[int]]
+Run = Callable[[list[list[int]], list[int]], list[int]]
 
 
 def serve(start: Callable[[], tuple[str, Run]]) -> None:
     """Starts the engine, says so, and then answers each line of stdin with one line.
 
-    start() -> (the engine's version and settings, run). run(prompts, output_lens, max_running) generates greedily from
+    start() -> (the engine's version and settings, run). run(prompts, output_lens) generates greedily from
     token ids, ignoring EOS, and returns how many tokens each request got. The clock is around run alone, so each
     worker does as much before and after it as the others: lists of ids in, lengths out, no text.
     """
@@ -26,6 +26,6 @@ def serve(start: Callable[[], tuple[str, Run]]) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         begin = time.perf_counter()
-        counts = run(request["prompts"], request["output_lens"], request["max_running"])
+        counts = run(request["prompts"], request["output_lens"])
         seconds = time.perf_counter() - begin
         print(json.dumps({"seconds": seconds, "num_output_tokens": counts}), file=answers)

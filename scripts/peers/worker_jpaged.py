@@ -16,7 +16,7 @@ def start() -> tuple[str, Run]:
     llm = LLM(sys.argv[1])
     llm.warm_up(use_tqdm=False)  # as a server does, in the background
 
-    def run(prompts: list[list[int]], output_lens: list[int], max_running: int) -> list[int]:
+    def run(prompts: list[list[int]], output_lens: list[int]) -> list[int]:
         params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in output_lens]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]

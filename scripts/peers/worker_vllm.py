@@ -16,7 +16,7 @@ def start() -> tuple[str, Run]:
         **({"max_num_seqs": 64} | options),
     )
 
-    def run(prompts: list[list[int]], output_lens: list[int], max_running: int) -> list[int]:
+    def run(prompts: list[list[int]], output_lens: list[int]) -> list[int]:
         params = [
             SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
             for length in output_lens
