@@ -35,13 +35,18 @@ class WorkerProcess:
         self._signal(signal.SIGSTOP)
         return settings
 
-    def run(self, request: dict) -> float:
-        """Seconds. Raises OSError if the worker dies, or gives another number of tokens than was asked for."""
+    def ask(self, request: dict) -> dict:
+        """Raises OSError, one line, if the worker ends instead of answering."""
         self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._read()
         self._signal(signal.SIGSTOP)
+        return answer
+
+    def run(self, request: dict) -> float:
+        """Seconds. Raises OSError too for another number of tokens than was asked for."""
+        answer = self.ask(request)
         if answer["num_output_tokens"] != request["output_lens"]:
             raise OSError(f"asked for {request['output_lens']} tokens, got {answer['num_output_tokens']}: see {self._log}")
         return answer["seconds"]

@@ -12,20 +12,31 @@ from collections.abc import Callable
 Run = Callable[[list[list[int]], list[int]], list[int]]
 
 
-def serve(start: Callable[[], tuple[str, Run]]) -> None:
-    """Starts the engine, says so, and then answers each line of stdin with one line.
-
-    start() -> (the engine's version and settings, run). run(prompts, output_lens) generates greedily from
-    token ids, ignoring EOS, and returns how many tokens each request got. The clock is around run alone, so each
-    worker does as much before and after it as the others: lists of ids in, lengths out, no text.
-    """
+def serve(start: Callable[[], tuple[str, Callable[[dict], dict]]]) -> None:
+    """start() -> (version and settings, answer). Says those, and then answers each line of stdin with one line."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print to stdout, child processes too: that is no answer
-    settings, run = start()
+    os.dup2(2, 1)  # libraries print to stdout, their child processes too: that is no answer
+    settings, answer = start()
     print(json.dumps({"ready": settings}), file=answers)
     for line in sys.stdin:
-        request = json.loads(line)
-        begin = time.perf_counter()
-        counts = run(request["prompts"], request["output_lens"])
-        seconds = time.perf_counter() - begin
-        print(json.dumps({"seconds": seconds, "num_output_tokens": counts}), file=answers)
+        print(json.dumps(answer(json.loads(line))), file=answers)
+
+
+def serve_runs(start: Callable[[], tuple[str, Run]]) -> None:
+    """start() -> (version and settings, run). Answers with the seconds that run took, and what it returned.
+
+    run(prompts, output_lens) generates greedily from token ids, ignoring EOS, and returns how many tokens each request
+    got. The clock is around run alone, and every worker does the same in it: lists of ids in, counts out, no text.
+    """
+
+    def start_timed() -> tuple[str, Callable[[dict], dict]]:
+        settings, run = start()
+
+        def answer(request: dict) -> dict:
+            begin = time.perf_counter()
+            counts = run(request["prompts"], request["output_lens"])
+            return {"seconds": time.perf_counter() - begin, "num_output_tokens": counts}
+
+        return settings, answer
+
+    serve(start_timed)

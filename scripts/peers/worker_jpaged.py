@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from worker import Run, serve
+from worker import Run, serve_runs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -25,4 +25,4 @@ def start() -> tuple[str, Run]:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve_runs(start)

@@ -11,7 +11,7 @@ import sys
 
 import llama_cpp
 import numpy as np
-from worker import Run, serve
+from worker import Run, serve_runs
 
 MAX_SEQS = 64
 CONTEXT_TOKENS = 384  # of each sequence: the longest workload
@@ -98,4 +98,4 @@ def start() -> tuple[str, Run]:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve_runs(start)

@@ -10,7 +10,7 @@ import sys
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-from worker import Run, serve
+from worker import Run, serve_runs
 
 
 def start() -> tuple[str, Run]:
@@ -51,4 +51,4 @@ def continuous(model) -> Run:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve_runs(start)

@@ -4,7 +4,7 @@ import os
 import sys
 
 from vllm import LLM, SamplingParams, __version__
-from worker import Run, serve
+from worker import Run, serve_runs
 
 
 def start() -> tuple[str, Run]:
@@ -28,4 +28,4 @@ def start() -> tuple[str, Run]:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve_runs(start)
