@@ -4,13 +4,18 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 ARGS ?=
 
-.PHONY: serve test clean
+.PHONY: serve test bench clean
 
 serve: $(VENV)/.installed
 	$(RUN) -m jpaged.serve $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(RUN) -m pytest $(ARGS)
+
+# Beside its peers, which are installed under build/peers at the first time: that alone takes some minutes.
+bench: $(VENV)/.installed
+	$(RUN) scripts/peers/install.py
+	$(RUN) scripts/peers/compare.py $(ARGS)
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "jpaged needs Python 3.12 or newer, and none was found: install python3.12 (or newer) with its venv module, or give one: make PYTHON=/path/to/python"; exit 1; }
