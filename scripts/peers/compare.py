@@ -13,12 +13,11 @@ import random
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 from install import DEFAULT_FOLDER, MODEL
 from peer import HERE, LLAMA_CPP, TRANSFORMERS, VLLM
 from process import WorkerProcess
 from table import JPAGED, TRANSFORMERS_MODES, Results
+from tqdm import tqdm
 from workload import Workload, workloads
 
 sys.path.insert(0, str(HERE.parent))

@@ -9,7 +9,7 @@ from tiny_model import make_tiny_model
 from jpaged.profile.__main__ import main, profile
 from jpaged.profile.op_groups import GROUPS
 from jpaged.profile.picture import LEFT, PLOT, draw
-from jpaged.profile.spans import PARTS, STEP, Span, HostProbe
+from jpaged.profile.spans import PARTS, STEP, HostProbe, Span
 from jpaged.profile.step_profile import HOST_ORDER, StepProfile, host_times
 from jpaged.profile.timeline import GAP
 from jpaged.profile.workload import ProfileConfig, Workload
