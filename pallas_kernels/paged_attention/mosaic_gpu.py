@@ -4,6 +4,7 @@ Decode and verify are split over KV and combined; prefill takes tiles of queries
 of one output in place.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -49,6 +50,9 @@ def ragged_paged_attention_mosaic_gpu(
     if not isinstance(tiles, GpuTiles):
         tiles = tuned(default_gpu_tiles(pool.shard, group, sliding_window), "mosaic_gpu", pool.shard, group)
     _check_tiles(tiles, pool.block_size)
+    per_tile = max(tiles.tile_kv, tiles.prefill_tile_kv) // pool.block_size
+    spare = -meta.block_tables.shape[1] % per_tile  # producers look a whole tile's blocks up
+    meta = dataclasses.replace(meta, block_tables=jnp.pad(meta.block_tables, ((0, 0), (0, spare))))
     rows_per_token = -(-group // 8) * 8
     # The kernels read whole tiles: of 64 queries, and of the heads that fill a token's rows.
     q = jnp.pad(q, ((0, max(0, QUERIES - num_tokens)), (0, max(0, rows_per_token - num_heads)), (0, 0)))

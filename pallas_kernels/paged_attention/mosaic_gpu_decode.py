@@ -209,7 +209,7 @@ def _kernel(
                 scores = jnp.where(seen, scores, 2 * LOWEST)
                 new = jnp.maximum(m, shift_of(scores.max(axis=0)))
                 keep = power_of_two(m - new)
-                p = jnp.where(seen, jnp.exp2(scores - along(new, 1, scores.shape)), 0.0)
+                p = jnp.exp2(scores - along(new, 1, scores.shape))  # 2 * LOWEST gives 0 whatever the shift
                 l = l * along(keep, 1, l.shape) + p  # summed over KV only once, at the end
                 acc = acc * along(keep, 1, acc.shape)
                 weights.transpose((1, 0))[...] = p.astype(weights.dtype)

@@ -227,7 +227,7 @@ def _kernel(
                 scores = jnp.where(seen, scores, 2 * LOWEST)
             new = jnp.maximum(m, shift_of(scores.max(axis=1)))
             keep = power_of_two(m - new)
-            p = jnp.exp2(scores - along(new, 0, scores.shape))  # a score of 2 * LOWEST gives 0 whatever the shift
+            p = jnp.exp2(scores - along(new, 0, scores.shape))  # 2 * LOWEST gives 0 whatever the shift
             l = l * keep + p.sum(axis=1)
             acc = acc * along(keep, 0, acc.shape)
             p = p.astype(q.dtype)

@@ -88,9 +88,15 @@ def test_agrees_with_float64(case):
 @pytest.mark.slow  # as long as any case
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_agrees_with_float64_whatever_the_tiles(head_dim):
-    """Several verified tokens a CTA, one consumer, and partitions that double because partial results have no room."""
-    case = on_gpu(Case("tiles", **MIXED, num_heads=10, num_kv_heads=1, head_dim=head_dim, block_size=8))
-    check(make_step(case), small_tiles(8, tokens=3, partition=64, partial_bytes=0, prefill_consumers=1))
+    """Several verified tokens a CTA, one consumer, and partitions that double because partial results have no room.
+
+    The block tables have no column to spare.
+    """
+    case = on_gpu(Case("tiles", **MIXED, num_heads=10, num_kv_heads=1, head_dim=head_dim))
+    step = make_step(case)
+    tables = step.meta.block_tables[:, :13]  # 200 positions
+    step = dataclasses.replace(step, meta=dataclasses.replace(step.meta, block_tables=tables))
+    check(step, small_tiles(16, tokens=3, partition=64, partial_bytes=0, prefill_consumers=1))
 
 
 @pytest.mark.slow  # three runs
@@ -226,7 +232,7 @@ def test_a_removed_wait_is_caught(removed, monkeypatch):
 
 @pytest.mark.slow  # two interpreted devices
 def test_a_mesh_of_two_gives_the_numbers_of_one():
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=280)
+    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
