@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import multiprocessing
 import os
 import re
 import tempfile
@@ -69,18 +70,49 @@ def h200() -> NamedSharding:
     return NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
 
 
-def compile_for_h200(function, *structs, **jit_options):
-    """The compiled program and its Mosaic kernels by name. `structs` are pytrees of anything with shape and dtype."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: its HLO, and bytes."""
+
+    text: str
+    alias_bytes: int
+    temp_bytes: int
+
+
+def compile_for_h200(function, *structs, **jit_options) -> tuple[Program, dict[str, Kernel]]:
+    """The compiled program and its Mosaic kernels by name. `structs` are pytrees of anything with shape and dtype.
+
+    In a process of its own, forked from one that has compiled nothing: Mosaic keeps what it has lowered, and dumps only
+    half of the files of a kernel that it meets again.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work():
+        try:
+            sender.send(_compile(function, structs, jit_options))
+        except Exception as error:  # the child's last frame: the test raises it
+            sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    process = context.Process(target=work)
+    process.start()
+    sender.close()
+    result = receiver.recv()
+    process.join()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _compile(function, structs, jit_options):
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200()), structs)
-    jax.clear_caches()  # a kernel lowered before would leave only half of its files
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
-        try:
-            compiled = jax.jit(function, **jit_options).lower(*structs).compile()
-        finally:
-            del os.environ["MOSAIC_GPU_DUMP_TO"]
+        compiled = jax.jit(function, **jit_options).lower(*structs).compile()
         kernels = [_read(path) for path in sorted(Path(folder).glob("*.ptx"))]
-    return compiled, {kernel.name: kernel for kernel in kernels}
+    memory = compiled.memory_analysis()
+    program = Program(compiled.as_text(), memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+    return program, {kernel.name: kernel for kernel in kernels}
 
 
 def _read(ptx_path: Path) -> Kernel:

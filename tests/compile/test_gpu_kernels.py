@@ -82,7 +82,7 @@ def compiled(layer: Layer, donate: bool = True):
 def copies_of_the_pool(program, layer: Layer) -> list[str]:
     """Lines of HLO, cut short: a kernel's own text is in some."""
     shape = "[" + ",".join(map(str, layer.layout.shapes(NUM_BLOCKS)[0])) + "]"
-    heads = (line.strip()[:200] for line in program.as_text().splitlines())
+    heads = (line.strip()[:200] for line in program.text.splitlines())
     return [head for head in heads if shape in head and re.search(r" copy(-start)?\(", head)]
 
 
@@ -120,18 +120,17 @@ def test_kernels_of_a_layer(layer):
 def test_the_pool_is_written_in_place_and_never_copied(layer):
     """XLA's scatter does for kv_write on GPU."""
     program, _ = compiled(layer)
-    memory = program.memory_analysis()
     pool_bytes = NUM_BLOCKS * layer.layout.bytes_per_block
-    assert memory.alias_size_in_bytes == pool_bytes
+    assert program.alias_bytes == pool_bytes
     assert not copies_of_the_pool(program, layer)
-    print(f"{layer.name}: pool {pool_bytes}, temporary {memory.temp_size_in_bytes}")
+    print(f"{layer.name}: pool {pool_bytes}, temporary {program.temp_bytes}")
 
 
 def test_the_gates_see_what_they_should():
     """Each gate on a program that is wrong on purpose."""
     layer = LAYERS[0]
     program, _ = compiled(layer, donate=False)
-    assert program.memory_analysis().alias_size_in_bytes == 0 and copies_of_the_pool(program, layer)
+    assert program.alias_bytes == 0 and copies_of_the_pool(program, layer)
     greedy = dataclasses.replace(layer.tiles, stages=6, prefill_tile_kv=256, prefill_stages=1)
 
     def attend(pool, q, k, v, meta, sinks):
