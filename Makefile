@@ -7,7 +7,7 @@ COMPILE_VENV := .venv-compile
 RUN_COMPILE := JAX_PLATFORMS=cpu $(COMPILE_VENV)/bin/python
 ARGS ?=
 
-.PHONY: serve test test-compile clean
+.PHONY: serve test test-compile test-gpu test-tpu bench clean
 
 serve: $(VENV)/.installed
 	$(RUN) -m jpaged.serve $(ARGS)
@@ -17,6 +17,15 @@ test: $(VENV)/.installed-test
 
 test-compile: $(COMPILE_VENV)/.installed
 	$(RUN_COMPILE) -m pytest -n 2 -m compile tests/compile $(ARGS)
+
+# On the chip, by the interpreter that has its JAX: make test-gpu PYTHON=python3. Installs nothing.
+test-gpu test-tpu: test-%:
+	$(PYTHON) tests/support/on_chip.py $*
+
+# Beside its peers, which are installed under build/peers at the first time: that alone takes some minutes.
+bench: $(VENV)/.installed
+	$(RUN) scripts/peers/install.py
+	$(RUN) scripts/peers/compare.py $(ARGS)
 
 $(VENV)/bin/python $(COMPILE_VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "jpaged needs Python 3.12 or newer, and none was found: install python3.12 (or newer) with its venv module, or give one: make PYTHON=/path/to/python"; exit 1; }

@@ -19,7 +19,7 @@ from jpaged.sequence import FinishReason
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILE_THREADS = 4
+NUM_COMPILE_THREADS = min(os.cpu_count() or 1, 4)
 
 
 class AsyncLLM:
@@ -52,7 +52,7 @@ class AsyncLLM:
         self._stopping = False
         self._death: str | None = None
         gc.freeze()  # what was loaded stays for good: the collector need not walk it again and again
-        self._engine.runner.programs.compile_in_background(num_threads=min(os.cpu_count() or 1, MAX_COMPILE_THREADS))
+        self._engine.runner.programs.compile_in_background(num_threads=NUM_COMPILE_THREADS)
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()
 

@@ -6,13 +6,17 @@ from jpaged.config import MIN_TOKEN_BUCKET
 
 
 def bucket_ladder(largest: int, smallest: int = MIN_TOKEN_BUCKET) -> list[int]:
-    """2, 3, 4, 6, 8, 12, 16, 24 ... up to exactly largest: each step pads by a half at most, a third mostly."""
-    sizes, size = [], smallest
-    while size < largest:
-        sizes.append(size)
-        is_power_of_two = size & (size - 1) == 0
-        size = size * 3 // 2 if is_power_of_two else size * 4 // 3
-    return [*sizes, largest]
+    """2, 3, 4, 6, then 8, 10, 12, 16, 20, 24, 32 ... up to exactly largest.
+
+    Chosen by scripts/choose_buckets.py: on a trace like ShareGPT's these pad 7 to 9 % of the computed tokens, whatever the
+    rate of requests. Without the fives they pad 9 to 13 %, and a ladder as good in the middle alone pads 11 % where
+    that is not where the steps are. Below 8 tokens a step's time hardly depends on them.
+    """
+    sizes, power = [], smallest
+    while power < largest:
+        sizes += (power, power * 5 // 4, power * 3 // 2) if power >= 8 else (power, power * 3 // 2)
+        power *= 2
+    return [*(size for size in sizes if size < largest), largest]
 
 
 def round_up(size: int, ladder: list[int]) -> int:

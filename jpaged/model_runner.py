@@ -1,7 +1,9 @@
 """ModelRunner: weights and pool on the devices, and the compiled steps that join them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -108,6 +110,7 @@ class ModelRunner:
             self.step.load_arguments(self.spec.max_blocks_per_seq),
         )
         self._load_rows = self._program_cache.compile(("rows",), load, arguments, jax.tree.structure(arguments[0]))
+        self._make_state = self._compile_make_state()
         self.state = self._make_state()
         self._check = KernelCheck(self.step, self.spec) if config.check_kernels else None
 
@@ -122,15 +125,21 @@ class ModelRunner:
             self._check(step, self.state)
         return PendingResult(sampled, step.num_sampled, step.wants_logprobs)
 
+    @property
+    def programs_folder(self) -> Path:
+        """Where this engine's compiled programs are kept."""
+        return self._program_cache.folder
+
     def reset_state(self) -> None:
         """Replaces a state that a failed step may have consumed."""
         self.state = None
         self.state = self._make_state()
 
-    def _make_state(self) -> DeviceState:
+    def _compile_make_state(self) -> Callable[[], DeviceState]:
+        """Compiled once and kept: after a failed step there must be nothing to compile."""
         size = self.spec.num_blocks, self.spec.max_blocks_per_seq
         make = jax.jit(partial(self.step.make_state, *size), out_shardings=self.step.state_shardings)
-        return self._program_cache.compile(("state",), make, (), jax.tree.structure(self.step.state(*size)))()
+        return self._program_cache.compile(("state",), make, (), jax.tree.structure(self.step.state(*size)))
 
     def _fingerprint(self) -> str:
         config = self.config

@@ -18,6 +18,8 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
+from pallas_kernels import measured_tiles
+
 logger = logging.getLogger(__name__)
 
 _SOURCES = (  # what decides a program; the last ones its arguments' shapes
@@ -45,6 +47,7 @@ def fingerprint(*parts: object) -> str:
         _host_cpu() if device.platform == "cpu" else "",
         *(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")),
         jax.config.jax_default_matmul_precision,
+        sorted(measured_tiles().items()),
         *parts,
     ):
         digest.update(repr(part).encode())

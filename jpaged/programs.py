@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 
@@ -11,7 +12,8 @@ logger = logging.getLogger(__name__)
 class Programs:
     """A table of programs by bucket. Threads may ask at once: each program is compiled once, others wait for it.
 
-    on_compiled is told for each program whether a step asked for it first ("serving") or not ("warmup").
+    on_compiled is told for each program whether a step asked for it first ("serving") or not ("warmup"). A step that
+    asks for one after the warm-up is logged with the reason; where the table `is_sealed` it is refused.
     """
 
     def __init__(
@@ -21,10 +23,11 @@ class Programs:
         self._on_compiled = on_compiled
         self.keys = keys
         self._futures: dict[Hashable, Future] = {}
+        self._ready: set[Hashable] = set()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self.num_compiled = 0
+        self.is_sealed = False  # tests set it: then nothing may be late
         self.error: BaseException | None = None  # why the background gave up
 
     def __getitem__(self, key: Hashable) -> Callable:
@@ -38,21 +41,38 @@ class Programs:
             if is_mine:
                 future = self._futures[key] = Future()
         if is_mine:
+            lateness = self._why_late() if phase == "serving" else None
+            start = time.monotonic()
             try:
+                assert not (lateness and self.is_sealed), f"a step needs program {key}: {lateness}"
                 future.set_result(self._compile(key))
             except BaseException as error:
                 with self._lock:
                     del self._futures[key]  # the next caller tries again
                 future.set_exception(error)
                 raise
-            with self._lock:
-                self.num_compiled += 1
+            self._ready.add(key)
             self._on_compiled(phase)
+            if lateness:
+                logger.warning("a step waited %.1f s for program %s: %s", time.monotonic() - start, key, lateness)
         return future.result()
+
+    def _why_late(self) -> str | None:
+        """Why a program is absent after the warm-up; None where there was none, or it is not over."""
+        if self.is_complete:
+            return f"it is none of the {len(self.keys)} that were compiled ahead"
+        if self.error is not None:
+            return f"compiling ahead was given up ({self.error!r})"
+        return None
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._ready)
 
     @property
     def is_complete(self) -> bool:
-        return self.num_compiled == len(self.keys)
+        """Whether every program of `keys` is there."""
+        return self._ready.issuperset(self.keys)
 
     def prepare(self, key: Hashable) -> None:
         """Compiles a program ahead of its use."""

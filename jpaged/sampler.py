@@ -19,6 +19,7 @@ def _run_length(vocab: int) -> int:
     return next((length for length in range(128, 63, -16) if part % length == 0), 128)
 
 
+@jax.named_scope("sample")
 def sample(
     logits: Float[Array, "R V"], batch: SamplingBatch, positions: Int[Array, "R"], *, max_logprobs: int
 ) -> Sampled:

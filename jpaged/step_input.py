@@ -50,6 +50,7 @@ class StepInput:
         self.table_updates[:, 1] = max_blocks
 
 
+@jax.named_scope("unpack")
 def forward_batch(step: StepInput, rows: RowState, block_size: int) -> ForwardBatch:
     """The model's input. Padding writes to the null block."""
     token = jnp.arange(len(step.token_ids))

@@ -23,6 +23,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(q_dim, config.embed_dim, dtype=dtype, shard="row", partial_sums=partial_sums)
         self.head_dim = config.head_dim
 
+    @jax.named_scope("qkv")
     def project(self, x: Float[Array, "T E"], rope: RopeTables):
         """(q [T, H, D], k [T, K, D], v [T, K, D]), rotated to their positions."""
 
@@ -32,6 +33,7 @@ class Attention(nnx.Module):
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         return apply_rope(q, rope), apply_rope(k, rope), v
 
+    @jax.named_scope("attention_output")
     def output(self, attended: Float[Array, "T H D"]) -> Float[Array, "T E"]:
         return self.o_proj(attended.reshape(attended.shape[0], -1))
 
@@ -54,8 +56,11 @@ def paged_attention(
     """
 
     def local(q, k, v, pool, meta):
-        pool = kv_write(pool, k, v, meta.slot_mapping)
-        return ragged_paged_attention(q, pool, meta, sm_scale=q.shape[-1] ** -0.5, implementation=implementation), pool
+        with jax.named_scope("kv_write"):
+            pool = kv_write(pool, k, v, meta.slot_mapping)
+        with jax.named_scope("attention"):
+            scale = q.shape[-1] ** -0.5
+            return ragged_paged_attention(q, pool, meta, sm_scale=scale, implementation=implementation), pool
 
     by_head, by_kv_head = P(None, MODEL_AXIS, None), layout.partition_spec(MODEL_AXIS)
     return jax.shard_map(

@@ -1,4 +1,7 @@
-"""What decoder layers are made of. Attributes bear Hugging Face's names, so a parameter's path is its name."""
+"""What decoder layers are made of. Attributes bear Hugging Face's names, so a parameter's path is its name.
+
+Named scopes say in a profile where an operation comes from; they change nothing that is compiled.
+"""
 
 import math
 
@@ -50,6 +53,7 @@ class Embed(nnx.Module):
     def __init__(self, vocab_size: int, embed_dim: int, *, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.zeros((vocab_size, embed_dim), dtype), out_sharding=(MODEL_AXIS, None))
 
+    @jax.named_scope("embed")
     def __call__(self, token_ids: Int[Array, "T"]) -> Float[Array, "T E"]:
         return self.weight[...][token_ids].astype(jnp.float32)
 
@@ -64,6 +68,7 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((dim,), dtype))
         self.eps = eps
 
+    @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
         return x * scale * self.weight[...].astype(jnp.float32)
@@ -77,6 +82,7 @@ class GatedMLP(nnx.Module):
         self.up_proj = Linear(embed_dim, mlp_dim, dtype=dtype, shard="column")
         self.down_proj = Linear(mlp_dim, embed_dim, dtype=dtype, shard="row", partial_sums=partial_sums)
 
+    @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
@@ -96,12 +102,14 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return jnp.where(wavelength > low, freqs / scaling.factor, jnp.where(wavelength < high, freqs, blended))
 
 
+@jax.named_scope("rope")
 def rope_tables(positions: Int[Array, "T"], head_dim: int, theta: float, scaling: RopeScaling | None) -> RopeTables:
     """Computed once a step, from the tokens' positions."""
     angles = positions.astype(jnp.float32)[:, None] * rope_frequencies(head_dim, theta, scaling)
     return jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
 
 
+@jax.named_scope("rope")
 def apply_rope(x: Float[Array, "T heads D"], rope: RopeTables) -> Float[Array, "T heads D"]:
     """Rotates the pairs (i, i + D/2), the half-rotation layout of Hugging Face checkpoints."""
     cos, sin = rope

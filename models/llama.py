@@ -113,4 +113,5 @@ class Llama(nnx.Module):
                 x, pools[index] = _of_layer(whole_layer, *layer, x, pools[index])
         x = self.model.norm(x[batch.logits_indices])
         head = self.model.embed_tokens.attend if config.tie_word_embeddings else self.lm_head
-        return head(x), tuple(pools)
+        with jax.named_scope("head"):
+            return head(x), tuple(pools)

@@ -4,7 +4,14 @@ from .block_copy import copy_blocks
 from .kv_write import kv_write
 from .layout import PoolLayout
 from .metadata import AnyArray, AttentionMetadata
-from .paged_attention import Tiles, TpuTiles, default_tiles, default_tpu_tiles, ragged_paged_attention
+from .paged_attention import (
+    Tiles,
+    TpuTiles,
+    default_tiles,
+    default_tpu_tiles,
+    measured_tiles,
+    ragged_paged_attention,
+)
 from .pool import LayerPool, make_pool, pool_struct
 
 __all__ = [
@@ -19,6 +26,7 @@ __all__ = [
     "default_tpu_tiles",
     "kv_write",
     "make_pool",
+    "measured_tiles",
     "pool_struct",
     "ragged_paged_attention",
 ]

@@ -4,6 +4,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from .layout import Form
 
@@ -34,16 +35,25 @@ def call_implementation(
     raise NotImplementedError("; ".join(reasons))
 
 
-def lazily(module: str, name: str) -> Callable:
+@dataclass(frozen=True)
+class lazily:
     """Function `name` of a module of this package that is imported at the first call.
 
     The compilers' front ends for other chips take more than a second to import, which a start on CPU need not pay.
     """
 
-    def call(*args, **kwargs):
-        return getattr(importlib.import_module(module, __package__), name)(*args, **kwargs)
+    module: str
+    name: str
 
-    return call
+    def __call__(self, *args, **kwargs):
+        return loaded(self)(*args, **kwargs)
+
+
+def loaded(implementation: Callable) -> Callable:
+    """The function itself, whether or not it is written down as `lazily`."""
+    if isinstance(implementation, lazily):
+        return getattr(importlib.import_module(implementation.module, __package__), implementation.name)
+    return implementation
 
 
 @functools.cache

@@ -1,19 +1,24 @@
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import jaxtyping
 import pytest
-from hypothesis import settings
 
 # Shapes and dtypes of the model's and the sampler's functions are checked while tests run; production runs unchecked.
 # Not those of the kernels' dataclasses, which JAX also fills with shapes, specs and placeholders.
-jaxtyping.install_import_hook(
-    ["models.attention", "models.layers", "models.llama", "jpaged.sampler"], "beartype.beartype"
-)
+# `make test-gpu` runs with whatever packages a chip's own interpreter has: hence the ifs.
+if find_spec("beartype"):
+    jaxtyping.install_import_hook(
+        ["models.attention", "models.layers", "models.llama", "jpaged.sampler"], "beartype.beartype"
+    )
 
-# A first example also compiles; the suite's own timeout is the limit.
-settings.register_profile("jpaged", deadline=None)
-settings.load_profile("jpaged")
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # A first example also compiles; the suite's own timeout is the limit.
+    settings.register_profile("jpaged", deadline=None)
+    settings.load_profile("jpaged")
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def test_ladder_climbs_from_2_to_exactly_the_budget_in_steps_of_at_most_a_half(l
 
 
 def test_ladder_is_not_of_powers_of_two():
-    assert bucket_ladder(64) == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert bucket_ladder(64) == [2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64]
 
 
 def test_rounding_up_takes_the_smallest_bucket_that_holds_the_size():

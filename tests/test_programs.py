@@ -4,6 +4,8 @@ import logging
 import threading
 import time
 
+import pytest
+
 from jpaged.programs import Programs
 
 
@@ -147,3 +149,40 @@ def test_failure_in_the_background_is_told_and_left_to_first_use(caplog):
     assert str(programs.error) == "no room for a" and not programs.is_complete
     assert "compiling ahead failed" in caplog.text
     assert programs["a"]() == "program a"
+
+
+def test_program_that_a_step_needs_after_the_warm_up_is_counted_and_logged_with_the_reason(caplog):
+    phases = []
+    programs = Programs(Compiler(), [(2, 2), (4, 4)], phases.append)
+    programs.compile_all()
+    assert programs[(3, 1)]() == "program (3, 1)" and phases == ["warmup", "warmup", "serving"]
+    assert "for program (3, 1): it is none of the 2 that were compiled ahead" in caplog.text
+    caplog.clear()
+    assert programs[(3, 1)]() == programs[(3, 1)]() and not caplog.text
+
+
+def test_program_missing_because_the_warm_up_was_given_up_says_so(caplog):
+    programs = Programs(Compiler(num_failures=1), ["a"], lambda phase: None)
+    programs.compile_in_background()
+    programs.close()
+    programs["a"]
+    assert "for program a: compiling ahead was given up (MemoryError('no room for a'))" in caplog.text
+
+
+def test_first_use_before_the_warm_up_is_over_is_no_news(caplog):
+    programs = Programs(Compiler(), [1, 2], lambda phase: None)
+    programs.is_sealed = True
+    programs[1]
+    programs[3]  # one too many does not stand for the one that is missing
+    assert programs.num_compiled == 2 and not programs.is_complete and not caplog.text
+
+
+def test_sealed_table_refuses_what_comes_after_the_warm_up():
+    compiler = Compiler()
+    programs = Programs(compiler, [1, 2], lambda phase: None)
+    programs.is_sealed = True
+    programs.compile_all()
+    assert programs[1]() == "program 1"
+    with pytest.raises(AssertionError, match="a step needs program 3: it is none of the 2"):
+        programs[3]
+    assert compiler.calls == [1, 2]

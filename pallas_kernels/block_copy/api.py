@@ -31,14 +31,14 @@ def copy_blocks(
     blocks_per_layer: int | None = None,
     implementation: str | None = None,
 ) -> tuple[LayerPool, ...]:
-    """Copies block `src[i]` to block `dst[i]` for `i < num` in every layer of every pool; in place where they are donated.
+    """Copies block `src[i]` to `dst[i]` for `i < num` in every layer of every pool; in place where they are donated.
 
     A pool that holds several layers one after the other has block `b` of layer `l` at `l * blocks_per_layer + b`; None:
     each pool is one layer. The first `num` destinations are distinct, and none of them is among the first `num` sources
     (not checked on the device). Time follows `num`, not `C`. `implementation` is static: "mosaic_tpu", "xla",
     "reference", or None for the best of the pools' form.
-    Raises `ValueError` where `src` and `dst` differ in length, where `blocks_per_layer` does not divide a pool, or where
-    pools differ in form.
+    Raises `ValueError` where `src` and `dst` differ in length, `blocks_per_layer` does not divide a pool, or pools
+    differ in form.
     """
     if src.shape != dst.shape or len(src.shape) != 1:
         raise ValueError(f"src and dst must be [C] alike, got {src.shape} and {dst.shape}")

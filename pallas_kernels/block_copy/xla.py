@@ -7,8 +7,8 @@ from ..pool import LayerPool
 
 
 def copy_blocks_xla(pools: tuple[LayerPool, ...], src, dst, num, blocks_per_layer) -> tuple[LayerPool, ...]:
-    """See `copy_blocks`. Block by block in a loop that carries the pools: a gather and scatter of all at once copied the
-    whole pool, and is as large as C whatever `num` is."""
+    """See `copy_blocks`. Block by block in a loop that carries the pools: a gather and scatter of all at once would move C
+    blocks whatever `num` is."""
 
     def copied(array):
         size = blocks_per_layer or len(array)

@@ -36,7 +36,8 @@ def kv_write(
 
     Numbers are rounded to the pool's dtype; an int8 or fp8 pool stores them over `k_scale` and `v_scale` (scalars or
     `[K]`, None for 1), saturated. Slots must be in the pool (not checked on the device) and distinct outside
-    the null block. `implementation` is static: "mosaic_tpu", "xla", "reference", or None for the best of the pool's form.
+    the null block. `implementation` is static: "mosaic_tpu", "xla", "reference", or None for the best of the pool's
+    form.
     Raises `ValueError` where `k` or `v` does not fit the pool.
     """
     expected = (*slot_mapping.shape, pool.num_kv_heads, pool.head_dim)

@@ -1,10 +1,13 @@
 """The op `ragged_paged_attention`."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..dispatch import call_implementation, lazily
+from ..dispatch import call_implementation, lazily, loaded
+from ..layout import Form
 from ..metadata import AttentionMetadata
 from ..pool import LayerPool
 from .reference import ragged_paged_attention_reference
@@ -53,10 +56,10 @@ def ragged_paged_attention(
 
     Query `i` of a sequence stands at position `seq_len - query_len + i` and sees the positions up to its own, the last
     `sliding_window` of them where given. Scores are `sm_scale * q.k`, then `soft_cap * tanh(score / soft_cap)`; `sinks`
-    holds one more logit a head that takes part in the softmax and has no value. Stored keys and values are multiplied by
-    `k_scale` and `v_scale` (scalars or `[K]`, None for 1). Accumulates in float32, returns
-    `q`'s dtype. A padded row's output is 0. With `return_lse` also the natural log of the softmax's denominator,
-    float32, the sink included, -inf for a padded row.
+    holds one more logit a head that takes part in the softmax and has no value. Stored keys and values are multiplied
+    by `k_scale` and `v_scale` (scalars or `[K]`, None for 1). Accumulates in float32, returns `q`'s dtype. A padded
+    row's output is 0. With `return_lse` also the natural log of the softmax's denominator, float32, the sink included,
+    -inf for a padded row.
 
     On XLA:CPU a row's float32 result is the same to the bit alone or in any batch, in any chunking of a prefill, and
     verified or decoded; decode sums in the same partitions as prefill, but by other products, and agrees to rounding.
@@ -79,3 +82,8 @@ def ragged_paged_attention(
         sm_scale=sm_scale, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
         k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, tiles=tiles,
     )  # fmt: skip
+
+
+def attention_implementations(form: Form) -> dict[str, Callable]:
+    """What may serve a pool of this form, best first: for measurements and tests, which ask one of them in particular."""
+    return {name: loaded(_IMPLEMENTATIONS[name]) for name in _DEFAULT[form]}

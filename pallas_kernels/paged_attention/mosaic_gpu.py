@@ -1,7 +1,7 @@
 """`ragged_paged_attention` for Hopper, in Pallas Mosaic GPU: checks, work-lists, and three kernels.
 
-Decode and verify are split over KV and combined; prefill takes tiles of queries of one sequence. All write their rows of
-one output in place.
+Decode and verify are split over KV and combined; prefill takes tiles of queries of one sequence. All write their rows
+of one output in place.
 """
 
 import math
@@ -16,6 +16,7 @@ from .mosaic_gpu_combine import combine
 from .mosaic_gpu_decode import DecodeShape, decode_partials
 from .mosaic_gpu_plan import RowTiles, partitions, row_tiles
 from .mosaic_gpu_prefill import QUERIES, PrefillShape, prefill
+from .tile_table import tuned
 from .tiles_gpu import GpuTiles, default_gpu_tiles
 
 _LOG2_E = math.log2(math.e)
@@ -46,12 +47,14 @@ def ragged_paged_attention_mosaic_gpu(
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // pool.num_kv_heads
     if not isinstance(tiles, GpuTiles):
-        tiles = default_gpu_tiles(pool.shard, group, sliding_window)
+        tiles = tuned(default_gpu_tiles(pool.shard, group, sliding_window), "mosaic_gpu", pool.shard, group)
     _check_tiles(tiles, pool.block_size)
     rows_per_token = -(-group // 8) * 8
     # The kernels read whole tiles: of 64 queries, and of the heads that fill a token's rows.
     q = jnp.pad(q, ((0, max(0, QUERIES - num_tokens)), (0, max(0, rows_per_token - num_heads)), (0, 0)))
-    shape_tail = sliding_window, None if soft_cap is None else soft_cap * _LOG2_E, interpret is not None, _look_up
+    # A window that cuts nothing: without one the compiler spills a register at a head_dim of 256, with one it does not.
+    window = 2**30 if sliding_window is None and head_dim > 192 else sliding_window
+    shape_tail = window, None if soft_cap is None else soft_cap * _LOG2_E, interpret is not None, _look_up
     shape = DecodeShape(
         pool.num_kv_heads, group, rows_per_token, tiles.tokens, head_dim, pool.block_size, tiles.tile_kv, tiles.stages,
         tiles.ctas, *shape_tail,
@@ -147,11 +150,10 @@ def _check(q, pool: LayerPool) -> None:
     if pool.shard.form != "gpu":
         raise NotImplementedError(f"mosaic_gpu reads the gpu form of the pool, got {pool.shard.form}")
     if q.dtype != jnp.bfloat16 or pool.shard.dtype == "float32":
-        raise NotImplementedError(
-            f"mosaic_gpu needs q in bfloat16 and a pool of bfloat16, int8 or float8, got {q.dtype} and {pool.shard.dtype}"
-        )
-    if dim not in (64, 128, 192):
-        raise NotImplementedError(f"mosaic_gpu needs a head_dim of 64, 128 or 192, got {dim}")
+        dtypes = f"{q.dtype} and {pool.shard.dtype}"
+        raise NotImplementedError(f"mosaic_gpu needs q in bfloat16 and a pool of at most 16 bits, got {dtypes}")
+    if dim not in (64, 128, 192, 256):
+        raise NotImplementedError(f"mosaic_gpu needs a head_dim of 64, 128, 192 or 256, got {dim}")
     if size % 8:
         raise NotImplementedError(f"mosaic_gpu needs a block_size that is a multiple of 8, got {size}")
 

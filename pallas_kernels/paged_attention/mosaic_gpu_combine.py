@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .mosaic_gpu_decode import DecodeShape
-from .mosaic_gpu_ops import COLUMNS, LOWEST, along, power_of_two, shift_of
+from .mosaic_gpu_ops import COLUMNS, EIGHT_ROWS, LOWEST, along, power_of_two, shift_of, tiled
 
 TOKEN, TOKENS, FIRST, LAST = range(4)  # rows of the tile table
 
@@ -26,7 +26,11 @@ def combine(shape: DecodeShape, acc, ml, tiles, count, sinks, value_scale, out, 
     return plgpu.kernel(
         functools.partial(_kernel, shape, has_sinks, lse_tiles is not None),
         out_type=lse_type,
-        scratch_types=[plgpu.SMEM((shape.rows, shape.head_dim), out.dtype)],
+        scratch_types=[
+            tiled((shape.rows, shape.head_dim), out.dtype),
+            plgpu.SMEM((shape.rows, shape.head_dim), out.dtype),
+            plgpu.SMEM((shape.rows,), jnp.float32),
+        ],
         grid=(2 * shape.ctas,),
         grid_names=("cta",),
         num_threads=1,
@@ -41,15 +45,16 @@ def _kernel(
     shape: DecodeShape,
     has_sinks: bool,
     has_lse: bool,
-    acc_in,  # [W, K, D, rows] in GMEM, as are all but `out_tile`
+    acc_in,  # [W, K, D, rows] in GMEM, as are all down to `lse`
     ml_in,  # [W, K, 2, rows]
     tiles,  # [4, tiles]
     count,  # [1]
     value_scale,  # [K]
     *refs,
 ):
-    # sinks [K, rows] where there are some; out [T, H, D]; lse [tiles, K, rows]; out_tile [rows, D]
-    sinks, (out, lse, out_tile) = (refs[0] if has_sinks else None), refs[-3:]
+    # sinks [K, rows] where there are some; out [T, H, D]; lse [tiles, K, rows]; then in SMEM
+    # turned [rows, D], out_tile [rows, D] and lse_tile [rows]
+    sinks, (out, lse, turned, out_tile, lse_tile) = (refs[0] if has_sinks else None), refs[-5:]
     heads, rows, group = shape.num_kv_heads, shape.rows, shape.group
 
     def load(ref, layout):
@@ -80,12 +85,15 @@ def _kernel(
             new = jnp.maximum(m, shift_of(sink))
             keep = power_of_two(m - new)
             m, l, acc = new, l * keep + jnp.exp2(sink - new), acc * along(keep, 1, acc.shape)
+        plgpu.wait_smem_to_gmem(0)  # the last tile's results have left
         if has_lse:
-            lse[tile, kv_head] = m + jnp.log2(l)
+            lse_tile[...] = m + jnp.log2(l)
         acc = acc * along(value_scale[kv_head] / l, 1, acc.shape)
-        plgpu.wait_smem_to_gmem(0)  # the last tile's rows have left
-        out_tile.transpose((1, 0))[...] = acc.astype(out.dtype)
+        turned.transpose((1, 0))[...] = acc.astype(out.dtype)
+        out_tile[...] = plgpu.load(turned, layout=EIGHT_ROWS)  # TMA takes any run of rows only of a plain tile
         plgpu.commit_smem()
+        if has_lse:
+            plgpu.copy_smem_to_gmem(lse_tile, lse.at[tile, kv_head])
         first_row = kv_head * group - shape.first_head(kv_head, out.shape[1])
 
         def put(t, _):

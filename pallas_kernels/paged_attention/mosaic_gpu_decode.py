@@ -69,8 +69,8 @@ class DecodeShape:
 def decode_partials(shape: DecodeShape, q, pool, table, items, count, scale, *, capacity: int, interpret):
     """Partials of `count` items: acc `[capacity, K, D, rows]`, and m and l `[capacity, K, 2, rows]`.
 
-    q `[T, H, D]`, pool `[N, B, K, 2, D]`, table `[S, M]`, items `[5, capacity]`, count `[1]`, scale `[K]` (what turns q.k
-    into a score in powers of two).
+    q `[T, H, D]`, pool `[N, B, K, 2, D]`, table `[S, M]`, items `[5, capacity]`, count `[1]`, scale `[K]` (what turns
+    q.k into a score in powers of two).
     """
     rows, dim, kv = shape.rows, shape.head_dim, shape.tile_kv
     per_tile = kv // shape.block_size
@@ -127,7 +127,7 @@ def _kernel(
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
 
     def for_each_item(body, state):
-        """Folds `body(item, kv_head, state)` over this CTA's items; heads of an item are taken at about the same time."""
+        """Folds `body(item, kv_head, state)` over this CTA's items; its heads are taken at about the same time."""
 
         def step(i, state):
             index = cta + i * shape.ctas

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 LOWEST = -(2.0**24)  # the shift of nothing; a score this low is as good as absent
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # a number for each row of a product
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-# Whole tiles of [8, 64] 16-bit numbers, two rows a warp: of few rows from GMEM to a tiled ref.
+# Whole tiles of [8, 64] numbers, two rows a warp: for few rows, or for between GMEM or plain SMEM and a tiled ref.
 EIGHT_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
+OF_EIGHT_ROWS = EIGHT_ROWS.reduce(1)  # a number for each row
 
 
 def tiled(shape: tuple[int, ...], dtype) -> plgpu.SMEM:
@@ -81,7 +82,7 @@ def zero_after(tile, count, first_row=0) -> None:
 
 
 def stored_and_unpacked(stages: int, tile_kv: int, head_dim: int, stored, computed) -> tuple[list, list]:
-    """Shared memory for K and V: stages as the pool stores them, and, of 8-bit numbers, a tile each that wgmma can read."""
+    """Shared memory for K and V: stages as the pool stores them; of 8-bit numbers also a tile each for wgmma."""
     if stored == computed:
         return [tiled((stages, tile_kv, head_dim), stored)] * 2, []
     return [plgpu.SMEM((stages, tile_kv, head_dim), stored)] * 2, [tiled((tile_kv, head_dim), computed)] * 2
@@ -105,7 +106,7 @@ def unpack(stored, tile, count=None) -> None:
 
 
 def drain(free, stages: int, done) -> None:
-    """Waits until the last `stages` of `done` tiles are free, as jax 0.11's interpreter wants of a barrier at the end."""
+    """Waits until the last of `done` tiles are free, which jax 0.11's interpreter wants to see at the end."""
 
     @pl.loop(jnp.maximum(done - stages, 0), done)
     def _(tile):

@@ -31,7 +31,7 @@ class Partitions(NamedTuple):
 
 
 def row_tiles(meta, begin, end, num_tokens: int, size: int) -> RowTiles:
-    """Tiles of at most `size` queries of sequences `[begin, end)`; a step of `num_tokens` has no more of them than these."""
+    """Tiles of at most `size` queries of sequences `[begin, end)`: as many as a step of `num_tokens` can have."""
     num_sequences = len(meta.seq_lens)
     index = jnp.arange(num_sequences)
     lens = meta.query_start_loc[1:] - meta.query_start_loc[:-1]

@@ -67,8 +67,8 @@ class PrefillShape:
 def prefill(shape: PrefillShape, q, pool, table, tiles, count, scale, value_scale, sinks, out, *, lse_tiles, interpret):
     """Writes rows of `out`, a mutable `[T, H, D]`; returns the log-sum-exp `[lse_tiles, H, queries]` in powers of two.
 
-    q `[T, H, D]` with at least 64 tokens, pool `[N, B, K, 2, D]`, table `[S, M]`, tiles `[4, tiles]`, count `[1]`, scale
-    and value_scale `[K]`, sinks `[H]` in powers of two or None.
+    q `[T, H, D]` with at least 64 tokens, pool `[N, B, K, 2, D]`, table `[S, M]`, tiles `[4, tiles]`, count `[1]`,
+    scale and value_scale `[K]`, sinks `[H]` in powers of two or None.
     """
     has_sinks = sinks is not None
     operands = (q, pool, table, tiles, count, scale, value_scale, *([sinks] if has_sinks else []), out)
@@ -83,6 +83,7 @@ def prefill(shape: PrefillShape, q, pool, table, tiles, count, scale, value_scal
             tiled((consumers, QUERIES, dim), q.dtype),
             *stored,
             plgpu.SMEM((consumers, QUERIES, dim), q.dtype),
+            plgpu.SMEM((consumers, QUERIES), jnp.float32),
             plgpu.Barrier(num_arrivals=kv // shape.block_size, num_barriers=stages),
             plgpu.Barrier(num_arrivals=kv // shape.block_size, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
@@ -114,13 +115,14 @@ def _kernel(
 ):
     # sinks [H] where there are some; out [T, H, D]; lse [tiles, H, queries]; then what scratch_types lists
     sinks = refs[0] if has_sinks else None
-    out, lse, q_tiles, keys, values, out_tiles, k_full, v_full, free, cleaned, *unpacked = refs[1 if has_sinks else 0 :]
+    refs = refs[1:] if has_sinks else refs
+    out, lse, q_tiles, keys, values, out_tiles, lse_tiles, k_full, v_full, free, cleaned, *unpacked = refs
     kv, dim, consumers = shape.tile_kv, shape.head_dim, shape.consumers
     per_kv_head = shape.group // shape.heads
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
 
     def for_each_item(body, state):
-        """Folds `body(tile, first_head, state)` over this CTA's items, the last tiles of sequences first: the longest."""
+        """Folds `body(tile, first_head, state)` over this CTA's items, a sequence's last tiles first: the longest."""
         per_tile = shape.num_kv_heads * per_kv_head
 
         def step(i, state):
@@ -241,7 +243,7 @@ def _kernel(
             plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROWS),
             plgpu.layout_cast(jnp.zeros((QUERIES, dim), jnp.float32), plgpu.Layout.WGMMA),
         )
-        # Tiles that all queries see whole need no mask; those before them are cut by the window, those after by causality.
+        # Tiles that all queries see whole need no mask; those before are cut by the window, those after by causality.
         whole_to = jnp.clip(lax.div(jnp.minimum(first_at + 1, end), kv), begin, last)
         whole_from = begin
         if shape.window is not None:
@@ -256,12 +258,15 @@ def _kernel(
             new = jnp.maximum(m, shift_of(sink))
             keep = power_of_two(m - new)
             m, l, acc = new, l * keep + jnp.exp2(sink - new), acc * along(keep, 0, acc.shape)
-        if has_lse:
-            lse[tile, head, pl.ds(ahead, QUERIES)] = m + jnp.log2(l)
         acc = acc * along(value_scale[lax.div(head, shape.group)] / l, 0, acc.shape)
-        plgpu.wait_smem_to_gmem(0)  # the last item's rows have left
-        out_tile[...] = acc.astype(q.dtype)
+        plgpu.wait_smem_to_gmem(0)  # the last item's results have left
+        q_tile[...] = acc.astype(q.dtype)  # the queries have done their work
+        out_tile[...] = plgpu.load(q_tile, layout=EIGHT_ROWS)  # TMA takes any run of rows only of a plain tile
+        if has_lse:
+            lse_tiles[warpgroup] = m + jnp.log2(l)
         plgpu.commit_smem()
+        if has_lse:
+            plgpu.copy_smem_to_gmem(lse_tiles.at[warpgroup], lse.at[tile, head, pl.ds(ahead, QUERIES)])
         left = jnp.clip(tiles[TOKENS, tile] - ahead, 0, QUERIES)
         for rows in _ROW_CHUNKS:
             above = left & ~(2 * rows - 1)  # rows that larger chunks have written
@@ -275,6 +280,6 @@ def _kernel(
 
     @pl.when(warpgroup < consumers)
     def _consume():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(240 if consumers == 2 else 248, action="increase")
         for_each_item(consume_item, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)

@@ -1,7 +1,7 @@
 """`ragged_paged_attention` for TPU: how the op's arguments become the kernel's, and its result the op's.
 
-Queries go in as `[T, H / pq, pq, lanes]`, the pool's form, padded with zeros to the pool's lanes; results come out alike.
-By KV head, as they are multiplied, they would have to be transposed here, which XLA does at several cycles a register;
+Queries go in as `[T, H / pq, pq, lanes]`, the pool's form, padded with zeros to the pool's lanes; results come out
+alike. By KV head, as they are multiplied, they would have to be transposed here, which XLA does at several cycles a register;
 the kernel's strided loads do it for less. The kernel is in `mosaic_tpu_kernel`.
 """
 
@@ -15,6 +15,7 @@ from ..metadata import AttentionMetadata
 from ..pool import LayerPool
 from .mosaic_tpu_kernel import TABLE_ROWS, Loop, Refs, attention_kernel
 from .mosaic_tpu_softmax import LOG2_E, Scoring
+from .tile_table import tuned
 from .tiles import TpuTiles, default_tpu_tiles
 
 _SMALLEST_VMEM = 16 * 2**20  # of the chips that are served, a v4's
@@ -43,10 +44,10 @@ def ragged_paged_attention_mosaic_tpu(
         raise NotImplementedError(f"q must be float32 or bfloat16, got {q.dtype}")
     group = q.shape[1] // layout.num_kv_heads
     if not isinstance(tiles, TpuTiles):
-        tiles = default_tpu_tiles(layout, group, q.dtype.itemsize, _vmem_bytes())
+        tiles = tuned(default_tpu_tiles(layout, group, q.dtype.itemsize, _vmem_bytes()), "mosaic_tpu", layout, group)
     if tiles.fetch % layout.block_size:
         raise ValueError(f"tiles.fetch must be a multiple of block_size = {layout.block_size}, got {tiles.fetch}")
-    is_full = jnp.float32 in (q.dtype, layout.dtype)
+    is_full = "float32" in (q.dtype.name, layout.dtype)
     scoring = Scoring(
         layout,
         group,

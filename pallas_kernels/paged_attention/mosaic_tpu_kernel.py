@@ -9,8 +9,8 @@ A fetch covers the run `[f * fetch, (f + 1) * fetch)` of a sequence's positions,
 sees. A sequence that fits in one fetch is brought once for all of its tiles. What is computed at a time is `tile_kv`
 positions, again counted from 0, so that a row is summed in the same order in any chunking.
 
-All of a block table would not fit in SMEM, and copying it there costs more than reading it: rows are brought one by one,
-a few sequences ahead of the producer.
+Block tables can be larger than SMEM (1 MiB), and most of their entries are not needed: rows are brought one by one, a
+few sequences ahead of the producer.
 """
 
 import dataclasses

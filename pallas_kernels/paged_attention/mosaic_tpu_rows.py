@@ -1,8 +1,8 @@
 """Rows of numbers in a TPU's VMEM: from 32-bit words to keys, values and queries, and back.
 
-What lies in VMEM is `[..., pk, lanes]`, the pool's form: `pk` rows share the sublanes of 32-bit words. Read as such, one
-row would take a register of its own; read as words (a bitcast of the reference, which moves nothing), 8 tokens fill
-one register, and shifts take a row out of each word. The interpreter knows no bitcast of a reference: under `interpret`
+What lies in VMEM is `[..., pk, lanes]`, the pool's form: `pk` rows share the sublanes of 32-bit words. Read as such,
+one row would take a register of its own; read as words (a bitcast of the reference, which moves nothing), 8 tokens
+fill one register, and shifts take a row out of each word. The interpreter knows no bitcast of a reference: under `interpret`
 the same words are put together from the numbers.
 """
 
@@ -19,7 +19,7 @@ _HIGH = -(2**16)  # the upper half of a word
 
 
 def words_of(ref):
-    """A reference `[..., pk, lanes]` as 32-bit words `[rows, 128]`; the `lanes / 128` pieces of a row are neighbours."""
+    """A reference `[..., pk, lanes]` as 32-bit words `[rows, 128]`; the pieces of a row, of 128 lanes, are neighbours."""
     words = ref if ref.dtype.itemsize == 4 else ref.bitcast(jnp.int32)
     return words.reshape(words.size // LANES, LANES)
 
@@ -46,12 +46,11 @@ def _as_int32(x):
 
 def zero_tokens(ref, begin, end, interpret):
     """Stores zeros over tokens `[begin, end)` of `ref` `[C, R/pk, pk, lanes]`, in every row."""
-    count, groups, packing, lanes = ref.shape
     if interpret:
         token = jax.lax.broadcasted_iota(jnp.int32, ref.shape, 0)
         ref[...] = jnp.where((token >= begin) & (token < end), jnp.zeros((), ref.dtype), ref[...])
         return
-    words, per_token = words_of(ref), groups * lanes // LANES
+    words, per_token = words_of(ref), ref.shape[1] * ref.shape[3] // LANES
     size = 64  # words rows at a time: enough stores to hide the loop, few enough for a short tail
     begin, end = begin * per_token, end * per_token
 

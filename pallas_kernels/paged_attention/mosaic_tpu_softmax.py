@@ -1,9 +1,9 @@
 """Flash-attention's inner step on a TPU: a tile of queries against a run of KV that lies in VMEM.
 
 Scores are kept in powers of two (`log2 e` is folded into their scale), which is what the chip's exponential computes.
-State is, for every row of queries, the largest score (`top`, the same in all lanes), the sum of weights (`total`, spread
-over the lanes: adding registers is cheaper than adding lanes, so that is done once, at the end) and the weighted sum
-of values.
+State is, for every row of queries, the largest score (`top`, the same in all lanes), the sum of weights (`total`,
+spread over the lanes: adding registers is cheaper than adding lanes, so that is done once, at the end) and the weighted
+sum of values.
 """
 
 import dataclasses
@@ -141,7 +141,7 @@ def _stack(parts):
 def add_by_head(state: State, queries, kv, k_scales, strip, num_strips, first_position, end_strip, first_kv, scoring):
     """Head by head and strip by strip of queries, for many of them; strips that see none of the KV are left out.
 
-    queries: VMEM [K * num_strips * group * strip, lanes]; kv: VMEM [C, R/pk, pk, lanes]; of a head's `num_strips` strips
+    queries: VMEM [K * num_strips * group * strip, lanes]; kv: VMEM [C, R/pk, pk, lanes]. Of a head's `num_strips` strips
     of `strip` queries the first `end_strip` are there.
     """
     rows, size = scoring.group * strip, kv.shape[0]

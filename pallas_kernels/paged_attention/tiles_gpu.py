@@ -35,9 +35,9 @@ class GpuTiles:
 def default_gpu_tiles(layout: PoolLayout, group: int, window: int | None) -> GpuTiles:
     """Tiles for one shard's pool, for the H200 by arithmetic: not yet by measurement.
 
-    Decode: about 36 KB must be in flight on each SM to cover 4.8 TB/s at 1 us. Two CTAs an SM hide each other's softmax,
-    so a tile is 64 positions where only that lets two CTAs have two stages. 512 positions an item keep a lone sequence
-    of 8192 with 8 KV heads on 128 of 132 SMs, and cost 3 % in float32 partials at a group of 8.
+    Decode: about 36 KB must be in flight on each SM to cover 4.8 TB/s at 1 us. Two CTAs an SM hide each other's
+    softmax, so a tile is 64 positions where only that lets two CTAs have two stages. 512 positions an item keep a lone
+    sequence of 8192 with 8 KV heads on 128 of 132 SMs, and cost 3 % in float32 partials at a group of 8.
     Prefill: the largest tile whose scores fit the registers beside the accumulator; with a window the masks take some
     more (128 positions at a head_dim of 128 spilled 12 bytes).
     Raises `NotImplementedError` where not even two stages fit.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from ..metadata import AttentionMetadata
 from ..pool import LayerPool, read_blocks
+from .tile_table import tuned
 from .tiles import Tiles, default_tiles
 
 _LOG2_E = math.log2(math.e)
@@ -69,7 +70,7 @@ def ragged_paged_attention_xla(
     """See `ragged_paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     if not isinstance(tiles, Tiles):
-        tiles = default_tiles(pool.block_size, num_tokens)
+        tiles = tuned(default_tiles(pool.block_size, num_tokens), "xla", pool.shard, num_heads // pool.num_kv_heads)
     if tiles.partition % pool.block_size:
         raise ValueError(f"tiles.partition must be a multiple of block_size = {pool.block_size}, got {tiles.partition}")
     scoring = _Scoring(soft_cap, sliding_window)

@@ -55,10 +55,8 @@ class Kernel:
     @property
     def products(self) -> set[tuple[int, int, int]]:
         """The (m, n, k) of its wgmma."""
-        return {
-            tuple(map(int, found))
-            for found in re.findall(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", self.ptx)
-        }
+        found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", self.ptx)
+        return {tuple(map(int, shape)) for shape in found}
 
 
 @functools.cache
@@ -74,6 +72,7 @@ def h200() -> NamedSharding:
 def compile_for_h200(function, *structs, **jit_options):
     """The compiled program and its Mosaic kernels by name. `structs` are pytrees of anything with shape and dtype."""
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200()), structs)
+    jax.clear_caches()  # a kernel lowered before would leave only half of its files
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
@@ -107,7 +106,7 @@ def _read(ptx_path: Path) -> Kernel:
         threads=int(np.prod([int(x) for x in re.search(r"\.maxntid ([\d, ]+)", ptx)[1].split(",")])),
         loads=tuple(loads),
         expected=tuple(expected),
-    )  # fmt: skip
+    )
 
 
 def bf16(*shape: int) -> jax.ShapeDtypeStruct:

