@@ -147,7 +147,8 @@ class StepFunction:
     def _pools(self, num_blocks: int, make) -> Pools:
         """One pool for each layer, or one of all layers where they are a loop on the device.
 
-        A pool a layer keeps the elements of an array below 2**31, and needs no block tables of its own.
+        A pool a layer needs no block tables of its own, and stays below 2**31 elements, where offsets of 32 bits reach,
+        but for a small model on a large GPU; a pool of all layers is many times over it.
         """
         num_layers = self.model.num_layers
         num_pools = 1 if self.roll_layers else num_layers
