@@ -1,7 +1,9 @@
 """The programs that are timed: one op, launched over the layers of one pool as an engine's step does."""
 
 import contextlib
+import dataclasses
 import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from kernel_steps import Case, full_pool, make_metadata, make_new_kv, make_queri
 from kernel_timing import Yardsticks, repeat, rounds_of
 
 import pallas_kernels
-from pallas_kernels import kv_write
+from pallas_kernels import PoolLayout, kv_write
 from pallas_kernels.paged_attention import attention_implementations
 
 CALL_SECONDS = 2e-3  # of a call, were it as fast as the yardsticks: some twenty dispatches
@@ -55,7 +57,7 @@ class Bench:
         q, scales = make_queries(self.case), scales_of(self.case)
         variants = [(q, self._metadata(table), scales, table == "contiguous") for table in tables]
         program = attention_program(
-            implementation, self.form, self.block_size, self.case.heads.head_dim**-0.5, self.blocks, layers, launches,
+            implementation, self.layout, self.case.heads.group, self.blocks, layers, launches,
             self.case.queries > 1 and launches > 1,
         )  # fmt: skip
         state = full_pool(self.layout, layers * self.blocks), jnp.copy(q)
@@ -126,20 +128,29 @@ def _interpreter_of(form: str):
     return plgpu.force_gpu_interpret_mode() if form == "gpu" else pltpu.force_tpu_interpret_mode()
 
 
+def _options_of_interpreter(layout: PoolLayout, group: int) -> dict:
+    """What makes an attention kernel run in its interpreter. Not JAX's context alone: the kernels have stand-ins for
+    what the interpreters lack."""
+    if layout.form == "tpu":
+        return {"interpret": pltpu.InterpretParams()}
+    # Only asked for where there is a kernel. One CTA of each kind: an interpreter starts threads for every one.
+    tiles = importlib.import_module("pallas_kernels.paged_attention.tiles_gpu").default_gpu_tiles(layout, group, None)
+    return {"interpret": plgpu.InterpretGPUParams(), "tiles": dataclasses.replace(tiles, ctas=1, prefill_ctas=1)}
+
+
 @functools.cache  # cases of the same shapes meet the same program
 def attention_program(
-    implementation, form, block_size, sm_scale, blocks, layers, launches, keeps_queries: bool
+    implementation: str, layout: PoolLayout, group: int, blocks: int, layers: int, launches: int, keeps_queries: bool
 ) -> Callable:
     """`(pool, q), q0, meta, scales, is_contiguous -> (pool, out)`, the first donated.
 
     The queries of a launch depend on the output of the one before: they are that output, which costs nothing
     (decode), or where values matter to the matrix units' power and one more sum does not (prefill), q0 and a little.
     """
-    options = dict(PLAIN, sm_scale=sm_scale)
-    if is_interpreted(form) and takes(implementation, form, "interpret"):
-        # Not JAX's context alone: the kernels have stand-ins for what the interpreters lack.
-        options["interpret"] = plgpu.InterpretGPUParams() if form == "gpu" else pltpu.InterpretParams()
-    attend = attention_implementations(form)[implementation]
+    attend = attention_implementations(layout.form)[implementation]
+    options = dict(PLAIN, sm_scale=layout.head_dim**-0.5)
+    if is_interpreted(layout.form) and takes(implementation, layout.form, "interpret"):
+        options |= _options_of_interpreter(layout, group)
 
     @functools.partial(jax.jit, donate_argnums=0, static_argnames="is_contiguous")
     def program(state, q0, meta, scales, is_contiguous):
@@ -147,7 +158,8 @@ def attention_program(
 
         def launch(index, state):
             pool, q = state
-            out = attend(q, pool, meta.at_block(index % layers * blocks, block_size), **(options | scales | known))
+            here = meta.at_block(index % layers * blocks, layout.block_size)
+            out = attend(q, pool, here, **(options | scales | known))
             return pool, q0 + 0.01 * out if keeps_queries else out
 
         return repeat(launch, launches, state)

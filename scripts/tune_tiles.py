@@ -54,7 +54,7 @@ CASES = [
     Case(SMOLLM2, 4, 2048, queries=512),
 ]
 CPU_CASES = [Case(SMOLLM2, 32, 315), Case(SMOLLM2, 1, 512, queries=512)]
-TINY_CASES = [Case(SMOLLM2, 4, 20), Case(SMOLLM2, 2, 40, queries=2)]
+TINY_CASES = [Case(SMOLLM2, 4, 20), Case(SMOLLM2, 2, 64, queries=2)]
 BLOCK_SIZES = {"cpu": (64,), "gpu": (16, 64), "tpu": (64, 128)}
 
 
