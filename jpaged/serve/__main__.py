@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jpaged
+from jpaged.cli import Parser
 from jpaged.config import EngineConfig
 from jpaged.serve.app import make_app
-from jpaged.serve.cli import Parser, add_flags, from_flags
 from jpaged.serve.config import ServeConfig
 from jpaged.serve.console import log_stats, say, set_up_logging, show_warmup
 from jpaged.serve.listener import listen
@@ -26,19 +26,8 @@ SHUTDOWN_SECONDS = 1  # for the engine to end what it has in hand
 def parse_flags(argv: Sequence[str] | None = None) -> tuple[EngineConfig, ServeConfig]:
     """Exits with status 2 and one line for a flag that cannot work."""
     parser = Parser(prog="python -m jpaged.serve", description="An OpenAI-compatible server.", allow_abbrev=False)
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--version", action="version", version=jpaged.__version__)
-    add_flags(parser, EngineConfig, "engine")
-    add_flags(parser, ServeConfig, "server")
-    namespace = parser.parse_args(argv)
-    if namespace.model_argument is not None:
-        if getattr(namespace, "model", namespace.model_argument) != namespace.model_argument:
-            parser.error(f"MODEL ({namespace.model_argument}) and --model ({namespace.model}) differ: give one")
-        namespace.model = namespace.model_argument
-    try:
-        return from_flags(EngineConfig, namespace), from_flags(ServeConfig, namespace)
-    except ValueError as error:
-        parser.error(str(error))
+    return parser.parse(argv, ServeConfig, "server")
 
 
 async def serve(server: Server, listener: socket.socket, loader: EngineLoader, config: ServeConfig, url: str) -> int:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from jpaged.cli import Parser, add_flags, from_flags, integer
 from jpaged.config import EngineConfig
-from jpaged.serve.cli import Parser, add_flags, from_flags, integer
 from jpaged.serve.config import ServeConfig
 
 

@@ -4,9 +4,12 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
+
+from jpaged.config import EngineConfig
 
 SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 ALIASES = {
@@ -17,7 +20,10 @@ UNSET = ("auto", "none")  # words for None, where None is allowed
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, and which takes --max_model_len for --max-model-len."""
+    """An ArgumentParser whose errors are one line, and which takes --max_model_len for --max-model-len.
+
+    `parse` gives frozen configs; the model's name may also stand alone, as MODEL.
+    """
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
@@ -25,6 +31,21 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else args
         return super().parse_args([_with_dashes(arg) for arg in args], namespace)
+
+    def parse[T](self, argv: Sequence[str] | None, config_class: type[T], title: str) -> tuple[EngineConfig, T]:
+        """The engine's config and the command's own. Exits with status 2 and one line for a flag that cannot work."""
+        self.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+        add_flags(self, EngineConfig, "engine")
+        add_flags(self, config_class, title)
+        namespace = self.parse_args(argv)
+        if namespace.model_argument is not None:
+            if getattr(namespace, "model", namespace.model_argument) != namespace.model_argument:
+                self.error(f"MODEL ({namespace.model_argument}) and --model ({namespace.model}) differ: give one")
+            namespace.model = namespace.model_argument
+        try:
+            return from_flags(EngineConfig, namespace), from_flags(config_class, namespace)
+        except ValueError as error:
+            self.error(str(error))
 
 
 def integer(text: str) -> int:
