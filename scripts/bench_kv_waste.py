@@ -16,12 +16,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lengths import describe, read_lengths
-from make_synthetic_trace import MAX_TOTAL, quantile_table
-from make_synthetic_trace import OUTPUT as SYNTHETIC_TRACE
-from report import add_json_option, int_from, write_json
+from make_synthetic_trace import MAX_TOTAL, describe, quantile_table
 from tqdm import tqdm
 
+from jpaged.bench.options import add_json_option, int_from
+from jpaged.bench.results import write_json
+from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
 from jpaged.config import CacheSpec, EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
@@ -85,7 +85,7 @@ def run_trace(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--trace", type=Path, default=SYNTHETIC_TRACE, help="a CSV of input and output lengths (default: %(default)s)"
+        "--trace", type=Path, default=SHAREGPT_LIKE, help="a CSV of input and output lengths (default: %(default)s)"
     )
     parser.add_argument(
         "--limit", type=int_from(1), default=4000, help="requests, drawn at random where the trace has more"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from bench_scheduler import PARTS, run_decodes
-from report import percentile, spread
+
+from jpaged.bench.results import spread
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 NAMES = (
@@ -43,9 +44,7 @@ def test_bad_input_is_one_line(name, arguments, why):
     assert any("error: " in line and why in line for line in done.stderr.splitlines()), done.stderr
 
 
-def test_percentiles_are_values_that_occurred():
-    assert [percentile(range(1, 101), p) for p in (0, 50, 99, 100)] == [1, 50, 99, 100]
-    assert percentile([3.0], 99) == 3.0
+def test_a_spread_is_the_median_and_both_ends():
     assert spread([3, 1, 2]) == "2.0 (1.0 to 3.0)"
 
 
