@@ -44,9 +44,9 @@ class Waste:
         return statistics.fmean(self.shares)
 
 
-def unused_share(kv: KVCacheManager, running: list[Sequence], num_scheduled_tokens: dict[Sequence, int]) -> float:
+def unused_share(kv: KVCacheManager, running: list[Sequence]) -> float:
     """The part of the allocated slots that hold no token during a step: one being written counts as used."""
-    num_held = sum(seq.num_computed_tokens for seq in running) + sum(num_scheduled_tokens.values())
+    num_held = sum(seq.num_computed_tokens for seq in running)  # counted from when it is scheduled
     return 1 - num_held / (kv.pool.num_used * kv.block_size)
 
 
@@ -74,7 +74,7 @@ def run_trace(
     with tqdm(total=len(trace), desc=f"block size {block_size}", unit="request", leave=False) as bar:
         while scheduler.has_work:
             plan = scheduler.schedule()
-            waste.shares.append(unused_share(kv, scheduler.running, plan.num_scheduled_tokens))
+            waste.shares.append(unused_share(kv, scheduler.running))
             waste.num_running.append(len(scheduler.running))
             scheduler.update(plan, [0] * len(plan.sampled))
             bar.update(waste.num_running[-1] - len(scheduler.running))
