@@ -53,7 +53,8 @@ def test_arrivals_are_seconds_or_what_the_columns_name_says(tmp_path, text):
 
 
 def test_azures_header_and_its_dates_are_read(tmp_path):
-    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    rows = "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows
     (tmp_path / "trace.csv").write_text(text)
     first, second = read_trace(tmp_path / "trace.csv")
     assert first[:2] == (374, 44) and second[:2] == (396, 109)

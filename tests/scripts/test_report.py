@@ -12,8 +12,7 @@ from jpaged.bench.results import spread
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 NAMES = (
-    "bench_throughput", "bench_pool_size", "bench_scheduler", "bench_kv_waste", "bench_startup", "eval_gsm8k",
-    "make_synthetic_trace",
+    "bench_throughput", "bench_pool_size", "bench_scheduler", "bench_kv_waste", "eval_gsm8k", "make_synthetic_trace",
 )  # fmt: skip
 
 
@@ -35,7 +34,6 @@ def test_every_script_has_a_help():
         ("bench_scheduler", ["--num-seqs", "32,x"], "'x'"),
         ("bench_kv_waste", ["--trace", "/absent.csv"], "/absent.csv"),
         ("eval_gsm8k", ["--data", "/absent"], "give its folder with --data or JPAGED_DATA"),
-        ("bench_startup", ["--warm-only", "--model", "/absent.gguf"], "/absent.gguf"),
     ],
 )
 def test_bad_input_is_one_line(name, arguments, why):
