@@ -76,7 +76,9 @@ class EngineConfig:
 
     tensor_parallel_size: int = _option(1, "devices that share each layer")
     attention_backend: str | None = _option(
-        None, "the attention implementation (default: by device)", choices=("mosaic_gpu", "mosaic_tpu", "xla", "reference")
+        None,
+        "the attention implementation (default: by device)",
+        choices=("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     )
     check_kernels: bool = _option(
         False,

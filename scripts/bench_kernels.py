@@ -19,8 +19,9 @@ import jax
 from kernel_programs import Bench, is_interpreted, takes
 from kernel_steps import LLAMA_8B, SMOLLM2, Case
 from kernel_timing import Yardsticks, measure_yardsticks
-from report import add_json_option, int_from, load_note, write_json
 
+from jpaged.bench.options import add_json_option, int_from
+from jpaged.bench.results import load_note, write_json
 from pallas_kernels.paged_attention import attention_implementations
 
 DECODE_BAR = {"gpu": 0.80, "tpu": 0.85}  # of the measured copy, where a layer's step reads at least:

@@ -16,12 +16,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lengths import describe, read_lengths
-from make_synthetic_trace import MAX_TOTAL, quantile_table
-from make_synthetic_trace import OUTPUT as SYNTHETIC_TRACE
-from report import add_json_option, int_from, write_json
+from make_synthetic_trace import MAX_TOTAL, describe, quantile_table
 from tqdm import tqdm
 
+from jpaged.bench.options import add_json_option, int_from
+from jpaged.bench.results import write_json
+from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
 from jpaged.config import CacheSpec, EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
@@ -44,9 +44,9 @@ class Waste:
         return statistics.fmean(self.shares)
 
 
-def unused_share(kv: KVCacheManager, running: list[Sequence], num_scheduled_tokens: dict[Sequence, int]) -> float:
+def unused_share(kv: KVCacheManager, running: list[Sequence]) -> float:
     """The part of the allocated slots that hold no token during a step: one being written counts as used."""
-    num_held = sum(seq.num_computed_tokens for seq in running) + sum(num_scheduled_tokens.values())
+    num_held = sum(seq.num_computed_tokens for seq in running)  # counted from when it is scheduled
     return 1 - num_held / (kv.pool.num_used * kv.block_size)
 
 
@@ -74,7 +74,7 @@ def run_trace(
     with tqdm(total=len(trace), desc=f"block size {block_size}", unit="request", leave=False) as bar:
         while scheduler.has_work:
             plan = scheduler.schedule()
-            waste.shares.append(unused_share(kv, scheduler.running, plan.num_scheduled_tokens))
+            waste.shares.append(unused_share(kv, scheduler.running))
             waste.num_running.append(len(scheduler.running))
             scheduler.update(plan, [[0]] * len(plan.sampled))
             bar.update(waste.num_running[-1] - len(scheduler.running))
@@ -85,7 +85,7 @@ def run_trace(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--trace", type=Path, default=SYNTHETIC_TRACE, help="a CSV of input and output lengths (default: %(default)s)"
+        "--trace", type=Path, default=SHAREGPT_LIKE, help="a CSV of input and output lengths (default: %(default)s)"
     )
     parser.add_argument(
         "--limit", type=int_from(1), default=4000, help="requests, drawn at random where the trace has more"

@@ -14,9 +14,10 @@ import sys
 import time
 
 import jax
-from report import add_json_option, int_from, load_note, spread, write_json
 from tqdm import tqdm
 
+from jpaged.bench.options import add_json_option, int_from
+from jpaged.bench.results import load_note, spread, write_json
 from jpaged.block_pool import BlockPool
 from jpaged.config import DEFAULT_MODEL, EngineConfig
 from jpaged.engine import LLMEngine

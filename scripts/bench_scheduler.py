@@ -13,9 +13,11 @@ import random
 import statistics
 import time
 
-from report import add_json_option, int_from, load_note, percentile, write_json
+import numpy as np
 
 from jpaged.batch import BatchBuilder
+from jpaged.bench.options import add_json_option, int_from
+from jpaged.bench.results import load_note, write_json
 from jpaged.config import CacheSpec, EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
@@ -83,7 +85,7 @@ def main() -> None:
     for size in sizes:
         times = run_decodes(size, args.prompt_len, args.steps, args.block_size)
         times["together"] = [sum(parts) for parts in zip(*times.values())]
-        row = {part: (1e3 * statistics.median(t), 1e3 * percentile(t, 99)) for part, t in times.items()}
+        row = {part: (1e3 * statistics.median(t), 1e3 * float(np.percentile(t, 99))) for part, t in times.items()}
         numbers[size] = {part: {"median_ms": middle, "p99_ms": high} for part, (middle, high) in row.items()}
         bar = f"   bar {BAR_MS}" if size == BAR_SEQS else ""
         print(f"{size:>8}" + "".join(f"{f'{middle:.3f} ({high:.3f})':>18}" for middle, high in row.values()) + bar)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from report import add_json_option, int_from, load_note, spread, write_json
 from tqdm import tqdm
 
 from jpaged import LLM, SamplingParams
+from jpaged.bench.options import add_json_option, int_from
+from jpaged.bench.results import load_note, spread, write_json
 from jpaged.config import DEFAULT_MODEL
 from jpaged.engine import LLMEngine
 from models.layers import matmul

@@ -18,12 +18,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from lengths import read_lengths
 from make_synthetic_trace import MAX_TOTAL
 from make_synthetic_trace import OUTPUT as SYNTHETIC_TRACE
-from report import add_json_option, int_from, write_json
 from tqdm import tqdm
 
+from jpaged.bench.options import add_json_option, int_from
+from jpaged.bench.results import write_json
+from jpaged.bench.traces import read_lengths
 from jpaged.buckets import Buckets
 from jpaged.config import MIN_TOKEN_BUCKET, CacheSpec, EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
@@ -62,7 +63,9 @@ def replay(
 ) -> Counter[tuple[int, int]]:
     """How many steps had so many (tokens, sampling rows)."""
     block_size = config.block_size_on("cpu")
-    spec = CacheSpec(num_blocks=pool_tokens // block_size + 1, block_size=block_size, max_model_len=max(map(sum, trace)))
+    spec = CacheSpec(
+        num_blocks=pool_tokens // block_size + 1, block_size=block_size, max_model_len=max(map(sum, trace))
+    )
     if spec.num_usable_tokens < spec.max_model_len:
         raise ValueError(f"a request of {spec.max_model_len} tokens does not fit in a pool of {pool_tokens}")
     scheduler = Scheduler(config, KVCacheManager(spec, enable_prefix_caching=False))
@@ -145,8 +148,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, default=SYNTHETIC_TRACE, help="a CSV of lengths (default: %(default)s)")
     parser.add_argument("--limit", type=int_from(1), default=1000, help="requests, the first of the trace")
-    parser.add_argument("--rates", default="inf,0.5,1,2", help="requests a second; inf: all at once (default: %(default)s)")
-    parser.add_argument("--pool-tokens", type=int_from(1), default=46_000, help="slots in the pool (default: %(default)s)")
+    parser.add_argument(
+        "--rates", default="inf,0.5,1,2", help="requests a second; inf: all at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pool-tokens", type=int_from(1), default=46_000, help="slots in the pool (default: %(default)s)"
+    )
     parser.add_argument("--max-num-seqs", type=int_from(1), default=256)
     parser.add_argument("--max-num-batched-tokens", type=int_from(2), default=512)
     parser.add_argument("--step-ms", default="12,0.9", help="of a step: fixed, and each token (default: %(default)s)")

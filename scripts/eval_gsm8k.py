@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gsm8k import QUESTION, Problem, chat_prompt, completion_prompt, extract_answer, read_problems
-from report import int_from
 from results_file import ResultsFile
 from tqdm import tqdm
 
 from jpaged import LLM, SamplingParams
+from jpaged.bench.options import int_from
 from jpaged.config import DEFAULT_MODEL
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import RequestOutput

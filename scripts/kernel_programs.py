@@ -96,7 +96,9 @@ class Bench:
             return copy_blocks((pool,), src, dst, half, blocks_per_layer=self.blocks)[0]
 
         ids = 1 + np.random.default_rng(0).permutation(2 * half).astype(np.int32)
-        return self._times(launch, layers, num_calls, (jnp.asarray(ids[:half]), jnp.asarray(ids[half:]))), num_bytes * layers
+        return self._times(
+            launch, layers, num_calls, (jnp.asarray(ids[:half]), jnp.asarray(ids[half:]))
+        ), num_bytes * layers
 
     def _plan(self, num_bytes: int, flops: int = 0) -> tuple[int, int]:
         """(layers of the pool, launches in a call)."""

@@ -58,7 +58,14 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """K and V of every sequence, without the layout's padding."""
-        return 2 * self.heads.num_kv_heads * self.heads.head_dim * jnp.dtype(self.dtype).itemsize * self.batch * self.context
+        return (
+            2
+            * self.heads.num_kv_heads
+            * self.heads.head_dim
+            * jnp.dtype(self.dtype).itemsize
+            * self.batch
+            * self.context
+        )
 
     @property
     def needed_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Makes scripts/traces/sharegpt_like.csv: request lengths with ShareGPT's published quantiles.
+"""Makes jpaged/bench/sharegpt_like.csv: request lengths with ShareGPT's published quantiles.
 
     python scripts/make_synthetic_trace.py
 
@@ -12,10 +12,13 @@ import bisect
 import csv
 import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
-from lengths import describe
-from report import int_from
+import numpy as np
+
+from jpaged.bench.options import int_from
+from jpaged.bench.traces import SHAREGPT_LIKE
 
 # ShareGPT in OPT tokens, first turns, input + output <= 2048: the trace of the PagedAttention paper (its figure 11a).
 PUBLISHED = {
@@ -23,7 +26,12 @@ PUBLISHED = {
     "output": {"mean": 337.99, "p50": 271, "p90": 754, "p99": 1280, "max": 2009},
 }
 MAX_TOTAL = 2048
-OUTPUT = Path(__file__).resolve().parent / "traces" / "sharegpt_like.csv"
+
+
+def describe(values: Sequence[int]) -> dict[str, float]:
+    """The quantities by which the data's own SOURCE.txt describes lengths."""
+    quantiles = {f"p{percent}": float(np.percentile(values, percent)) for percent in (50, 90, 99)}
+    return {"mean": statistics.fmean(values), **quantiles, "max": max(values)}
 
 
 def length_at(u: float, published: dict[str, float], exponent: float) -> float:
@@ -83,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-rows", type=int_from(100), default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the pairing and the order")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=SHAREGPT_LIKE)
     args = parser.parse_args()
     trace = make_trace(args.num_rows, args.seed)
     with args.output.open("w", newline="") as file:

@@ -21,8 +21,9 @@ import jax
 from kernel_programs import Bench, attention_program
 from kernel_steps import LLAMA_8B, SMOLLM2, Case
 from kernel_timing import measure_yardsticks
-from report import int_from, load_note
 
+from jpaged.bench.options import int_from
+from jpaged.bench.results import load_note
 from pallas_kernels.paged_attention import attention_implementations
 from pallas_kernels.paged_attention.tile_table import BESIDE, PATH_VARIABLE, tile_key
 

@@ -23,6 +23,7 @@ HOST_HALF = [
 MAY_IMPORT_INSIDE_A_FUNCTION = {
     ("jpaged/tokenizer.py", "transformers"): "seconds to import, and only a folder without tokenizer.json needs it",
     ("models/weights/fetch.py", "huggingface_hub"): "only a model from the hub needs it",
+    ("jpaged/bench/plot.py", "matplotlib"): "an extra: only who draws a sweep needs it",
 }
 MAY_IMPORT_BY_NAME = {
     "jpaged/__init__.py": "`import jpaged` is fast and loads no jax",

@@ -73,7 +73,10 @@ class StepProfile:
     def table(self) -> str:
         step = self.host.step_ms
         plain_wait = f"{self.plain.parts[WAIT]:9.2f}"
-        plain = {name: f"{ms:9.2f}" for name, ms in self.plain.parts.items()} | {WAITING: plain_wait, READING: "    with it"}
+        plain = {name: f"{ms:9.2f}" for name, ms in self.plain.parts.items()} | {
+            WAITING: plain_wait,
+            READING: "    with it",
+        }
         lines = [f"{'':24}{'ms':>9}{'part':>8}{'untraced ms':>14}", "host"]
         lines += [_row(name, self.host.parts[name], step, plain[name].strip()) for name in HOST_ORDER]
         lines.append(_row("a step", sum(self.host.parts.values()), step, f"{self.plain.step_ms:.2f}"))

@@ -22,7 +22,9 @@ sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE.parent.parent))
 
 from bench_scheduler import run_decodes
-from report import add_json_option, int_from, load_note, write_json
+
+from jpaged.bench.options import add_json_option, int_from
+from jpaged.bench.results import load_note, write_json
 
 
 def milliseconds(times: dict[str, list[float]]) -> dict[str, float]:

@@ -23,8 +23,8 @@ from workload import Workload, workloads
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE.parent.parent))
 
-from report import add_json_option, int_from, load_note, write_json
-
+from jpaged.bench.options import add_json_option, int_from
+from jpaged.bench.results import load_note, write_json
 from models.weights import DEFAULT_MODEL, open_checkpoint, resolve_model
 
 ONLY_VLLM = {"ShareGPT-like"}  # its lengths differ, which the other peers' batches cannot make use of
@@ -123,7 +123,9 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     try:
-        turns = sum(takes_part(name, load, n) for name in engines for load in loads.values() for n in range(args.rounds))
+        turns = sum(
+            takes_part(name, load, n) for name in engines for load in loads.values() for n in range(args.rounds)
+        )
         with tqdm(total=turns, unit="run") as bar:
             for load in loads.values():
                 comparison.measure(load, args.rounds, bar)

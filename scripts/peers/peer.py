@@ -45,7 +45,8 @@ class Peer:
             for python in pythons():
                 shutil.rmtree(environment, ignore_errors=True)
                 if not all(
-                    self._succeeds([str(part) for part in command], output) for command in self._commands(python, folder)
+                    self._succeeds([str(part) for part in command], output)
+                    for command in self._commands(python, folder)
                 ):
                     continue
                 (environment / ".installed").touch()
@@ -71,7 +72,10 @@ def pythons() -> Iterator[str]:
     yield sys.executable
     for minor in range(sys.version_info.minor - 1, 9, -1):
         name = f"python3.{minor}"
-        for path in (shutil.which(name), *sorted(map(str, Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")))):
+        for path in (
+            shutil.which(name),
+            *sorted(map(str, Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}"))),
+        ):
             if path and subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
                 yield path
                 break

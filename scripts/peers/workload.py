@@ -8,7 +8,7 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SCRIPTS))
 
-from lengths import read_lengths
+from jpaged.bench.traces import read_lengths
 
 TRACE = SCRIPTS / "traces" / "sharegpt_like.csv"
 TRACE_REQUESTS = 60  # all run at once

@@ -16,9 +16,9 @@ from choose_buckets import (
     replay,
     row_padding,
 )
-from lengths import read_lengths
 from make_synthetic_trace import OUTPUT
 
+from jpaged.bench.traces import read_lengths
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
 

@@ -1,47 +1,14 @@
-"""Traces and what the waste benchmark makes of them."""
+"""The synthetic trace, and what the waste benchmark makes of traces."""
 
-import gzip
 import statistics
 
 import pytest
 from bench_kv_waste import run_trace
-from lengths import describe, read_lengths
-from make_synthetic_trace import MAX_TOTAL, OUTPUT, PUBLISHED, make_trace
+from make_synthetic_trace import MAX_TOTAL, PUBLISHED, describe, make_trace
+
+from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
 
 LIMITS = {"pool_tokens": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "input_len,output_len\n3,4\n5,6\n",
-        "3,4\n5,6\n",
-        "\ufeffInput_Tokens,Output_Tokens\r\n3,4\r\n\r\n5,6",
-        "arrival_ms,num,output_len,prompt_len\n0,9,4,3\n1,9,6,5\n",
-        "input_len,output_len\n3.0,4.0\n5,6\n0,7\n",
-    ],
-)
-def test_a_trace_is_read_by_its_header_or_its_first_columns(tmp_path, text):
-    (tmp_path / "trace.csv").write_text(text, encoding="utf-8")
-    (tmp_path / "trace.csv.gz").write_bytes(gzip.compress(text.encode()))
-    assert read_lengths(tmp_path / "trace.csv") == read_lengths(tmp_path / "trace.csv.gz") == [(3, 4), (5, 6)]
-    assert read_lengths(tmp_path / "trace.csv", max_total=7) == [(3, 4)]
-
-
-@pytest.mark.parametrize(
-    "text, why",
-    [
-        ("", "empty"),
-        ("a,b\n1,2\n", "input"),
-        ("1,2\n3\n", "line 2"),
-        ("1,2\n1.5,2\n", "line 2"),
-        ("0,0\n", "no lengths"),
-    ],
-)
-def test_what_is_no_trace_is_refused(tmp_path, text, why):
-    (tmp_path / "trace.csv").write_text(text)
-    with pytest.raises(ValueError, match=why):
-        read_lengths(tmp_path / "trace.csv")
 
 
 def test_the_papers_lengths_have_the_papers_means(data_dir):
@@ -54,11 +21,11 @@ def test_the_papers_lengths_have_the_papers_means(data_dir):
 
 
 def test_the_synthetic_trace_has_the_published_quantiles_and_is_what_its_script_makes():
-    trace = read_lengths(OUTPUT)
+    trace = read_lengths(SHAREGPT_LIKE)
     assert trace == make_trace(2000, 0)
     assert max(map(sum, trace)) <= MAX_TOTAL
     for column, published in zip(zip(*trace), PUBLISHED.values()):
-        assert describe(column) == pytest.approx(published, rel=1e-3)
+        assert describe(column) == pytest.approx(published, rel=2e-3)
 
 
 def test_waste_of_one_request_by_hand():

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from bench_scheduler import PARTS, run_decodes
-from report import percentile, spread
+
+from jpaged.bench.results import spread
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 NAMES = (
-    "bench_throughput", "bench_pool_size", "bench_scheduler", "bench_kv_waste", "bench_startup", "eval_gsm8k",
+    "bench_throughput", "bench_pool_size", "bench_scheduler", "bench_kv_waste", "eval_gsm8k",
     "make_synthetic_trace", "bench_kernels", "tune_tiles",
 )  # fmt: skip
 
@@ -35,7 +36,6 @@ def test_every_script_has_a_help():
         ("bench_kv_waste", ["--trace", "/absent.csv"], "/absent.csv"),
         ("eval_gsm8k", ["--data", "/absent"], "give its folder with --data or JPAGED_DATA"),
         ("bench_kernels", ["--interpret"], "--interpret needs --tiny"),
-        ("bench_startup", ["--warm-only", "--model", "/absent.gguf"], "/absent.gguf"),
     ],
 )
 def test_bad_input_is_one_line(name, arguments, why):
@@ -44,9 +44,7 @@ def test_bad_input_is_one_line(name, arguments, why):
     assert any("error: " in line and why in line for line in done.stderr.splitlines()), done.stderr
 
 
-def test_percentiles_are_values_that_occurred():
-    assert [percentile(range(1, 101), p) for p in (0, 50, 99, 100)] == [1, 50, 99, 100]
-    assert percentile([3.0], 99) == 3.0
+def test_a_spread_is_the_median_and_both_ends():
     assert spread([3, 1, 2]) == "2.0 (1.0 to 3.0)"
 
 
