@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from make_synthetic_trace import MAX_TOTAL
-from make_synthetic_trace import OUTPUT as SYNTHETIC_TRACE
 from tqdm import tqdm
 
 from jpaged.bench.options import add_json_option, int_from
 from jpaged.bench.results import write_json
-from jpaged.bench.traces import read_lengths
+from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
 from jpaged.buckets import Buckets
 from jpaged.config import MIN_TOKEN_BUCKET, CacheSpec, EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
@@ -146,7 +145,7 @@ def ladders(steps: Counter[tuple[int, int]], config: EngineConfig) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, default=SYNTHETIC_TRACE, help="a CSV of lengths (default: %(default)s)")
+    parser.add_argument("--trace", type=Path, default=SHAREGPT_LIKE, help="a CSV of lengths (default: %(default)s)")
     parser.add_argument("--limit", type=int_from(1), default=1000, help="requests, the first of the trace")
     parser.add_argument(
         "--rates", default="inf,0.5,1,2", help="requests a second; inf: all at once (default: %(default)s)"

@@ -1,16 +1,10 @@
 """Workload: how many requests of which lengths. All start at once, greedy, EOS ignored, prompts of random token ids."""
 
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(SCRIPTS))
+from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
 
-from jpaged.bench.traces import read_lengths
-
-TRACE = SCRIPTS / "traces" / "sharegpt_like.csv"
 TRACE_REQUESTS = 60  # all run at once
 TRACE_MAX_TOTAL = 2048  # prompt and output together, as the data is usually cut
 MAX_RUNNING = 64  # of every workload: engines that want a limit are told this one
@@ -50,4 +44,4 @@ def from_trace(path: Path, seed: int = 0) -> Workload:
 
 
 def workloads() -> list[Workload]:
-    return [uniform(32, 128, 128), uniform(64, 256, 128), uniform(1, 32, 128), from_trace(TRACE)]
+    return [uniform(32, 128, 128), uniform(64, 256, 128), uniform(1, 32, 128), from_trace(SHAREGPT_LIKE)]

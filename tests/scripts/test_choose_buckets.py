@@ -16,9 +16,8 @@ from choose_buckets import (
     replay,
     row_padding,
 )
-from make_synthetic_trace import OUTPUT
 
-from jpaged.bench.traces import read_lengths
+from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
 
@@ -73,5 +72,5 @@ def test_a_geometric_ladder_climbs_by_its_ratio_to_the_largest(ratio):
 @pytest.mark.parametrize("rate", [ALL_AT_ONCE, 1, 2])
 def test_the_default_ladder_pads_less_than_the_bar_on_the_trace(rate):
     config = EngineConfig()
-    steps = replay(read_lengths(OUTPUT)[:200], rate, config, 46_000, StepTime())
+    steps = replay(read_lengths(SHAREGPT_LIKE)[:200], rate, config, 46_000, StepTime())
     assert padding(steps, Buckets(config.max_num_batched_tokens, config.max_num_seqs).tokens) < BAR
