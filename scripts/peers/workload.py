@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
 
