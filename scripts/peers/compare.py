@@ -124,7 +124,12 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     try:
-        turns = sum(takes_part(name, load, n) for name in engines for load in loads.values() for n in range(args.rounds))
+        turns = sum(
+            takes_part(name, load, number)
+            for name in engines
+            for load in loads.values()
+            for number in range(args.rounds)
+        )
         with tqdm(total=turns, unit="run") as bar:
             for load in loads.values():
                 comparison.measure(load, args.rounds, bar)
