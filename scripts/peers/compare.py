@@ -13,11 +13,12 @@ import random
 import sys
 from pathlib import Path
 
+from tqdm import tqdm
+
 from install import DEFAULT_FOLDER, MODEL
 from peer import HERE, LLAMA_CPP, TRANSFORMERS, VLLM
 from process import WorkerProcess
 from table import JPAGED, TRANSFORMERS_MODES, Results
-from tqdm import tqdm
 from workload import Workload, workloads
 
 sys.path.insert(0, str(HERE.parent))
@@ -25,6 +26,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 
 from jpaged.bench.options import add_json_option, int_from
 from jpaged.bench.results import load_note, write_json
+
 from models.weights import DEFAULT_MODEL, open_checkpoint, resolve_model
 
 ONLY_VLLM = {"ShareGPT-like"}  # its lengths differ, which the other peers' batches cannot make use of
@@ -124,7 +126,10 @@ def main() -> None:
         sys.exit(f"error: {error}")
     try:
         turns = sum(
-            takes_part(name, load, n) for name in engines for load in loads.values() for n in range(args.rounds)
+            takes_part(name, load, number)
+            for name in engines
+            for load in loads.values()
+            for number in range(args.rounds)
         )
         with tqdm(total=turns, unit="run") as bar:
             for load in loads.values():

@@ -44,13 +44,9 @@ class Peer:
         with log.open("w") as output:
             for python in pythons():
                 shutil.rmtree(environment, ignore_errors=True)
-                if not all(
-                    self._succeeds([str(part) for part in command], output)
-                    for command in self._commands(python, folder)
-                ):
-                    continue
-                (environment / ".installed").touch()
-                return
+                if all(self._succeeds(command, output) for command in self._commands(python, folder)):
+                    (environment / ".installed").touch()
+                    return
         shutil.rmtree(environment, ignore_errors=True)
         raise OSError(f"{self.name} cannot be installed here: see {log}")
 
@@ -61,7 +57,7 @@ class Peer:
         if self.unusable:
             yield [*pip, "uninstall", "--yes", *self.unusable]
 
-    def _succeeds(self, command: list[str], output) -> bool:
+    def _succeeds(self, command: list, output) -> bool:
         print("+", *command, file=output, flush=True)
         env = os.environ | dict(self.install_env)
         return subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=env).returncode == 0
@@ -72,10 +68,8 @@ def pythons() -> Iterator[str]:
     yield sys.executable
     for minor in range(sys.version_info.minor - 1, 9, -1):
         name = f"python3.{minor}"
-        for path in (
-            shutil.which(name),
-            *sorted(map(str, Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}"))),
-        ):
+        installed = sorted(map(str, Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")))
+        for path in (shutil.which(name), *installed):
             if path and subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
                 yield path
                 break

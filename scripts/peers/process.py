@@ -48,9 +48,8 @@ class WorkerProcess:
         """Seconds. Raises OSError too for another number of tokens than was asked for."""
         answer = self.ask(request)
         if answer["num_output_tokens"] != request["output_lens"]:
-            raise OSError(
-                f"asked for {request['output_lens']} tokens, got {answer['num_output_tokens']}: see {self._log}"
-            )
+            counts = f"asked for {request['output_lens']} tokens, got {answer['num_output_tokens']}"
+            raise OSError(f"{counts}: see {self._log}")
         return answer["seconds"]
 
     def close(self) -> None:

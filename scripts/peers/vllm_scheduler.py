@@ -36,9 +36,8 @@ def make_scheduler(model: str, num_seqs: int, num_tokens: int, block_size: int) 
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=3, head_size=64, dtype=torch.float32)
     num_blocks = num_seqs * -(-num_tokens // block_size) + 1
     config.cache_config.num_gpu_blocks = num_blocks
-    cache = KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-    )
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    cache = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     return Scheduler(config, cache, StructuredOutputManager(config), block_size=block_size, hash_block_size=block_size)
 
 

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 
+MAX_RUNNING = 64  # requests of any workload, all at once: an engine that wants a limit is told this one
+
 Run = Callable[[list[list[int]], list[int]], list[int]]
 
 

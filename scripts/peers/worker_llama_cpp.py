@@ -1,9 +1,9 @@
 """llama.cpp as a worker, on the GGUF itself (Q4_1), through llama-cpp-python's low-level API.
 
-Settings, the best found here: compiled for this processor; as many threads as cores; a batch of up to 2048 tokens, so
+Settings: compiled for this processor; as many threads as cores; a batch of up to 2048 tokens, so
 prompts of all sequences are prefilled together; then one token of every sequence a step. Logits are asked for only
 where a token is chosen, and that is numpy's argmax over them (llama.cpp's greedy sampler first copies the vocabulary
-into candidates: slower).
+into candidates: slower). One KV cache for all sequences (kv_unified); whether one each is faster is not measured yet.
 """
 
 import os
@@ -11,9 +11,8 @@ import sys
 
 import llama_cpp
 import numpy as np
-from worker import Run, serve_runs
+from worker import MAX_RUNNING, Run, serve_runs
 
-MAX_SEQS = 64
 CONTEXT_TOKENS = 384  # of each sequence: the longest workload
 BATCH_TOKENS = 2048
 
@@ -61,18 +60,16 @@ def start() -> tuple[str, Run]:
     model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), llama_cpp.llama_model_default_params())
     vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx = MAX_SEQS * CONTEXT_TOKENS
-    params.n_seq_max = MAX_SEQS
+    params.n_ctx = MAX_RUNNING * CONTEXT_TOKENS
+    params.n_seq_max = MAX_RUNNING
     params.n_batch = BATCH_TOKENS
-    params.n_ubatch = int(os.environ.get("UB", 512))
     params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
-    params.kv_unified = os.environ.get("KVU", "1") == "1"
-    params.flash_attn_type = int(os.environ.get("FA", -1))
+    params.kv_unified = True
     context = llama_cpp.llama_init_from_model(model, params)
     batch = Batch()
 
     def run(prompts: list[list[int]], output_lens: list[int]) -> list[int]:
-        assert len(prompts) <= MAX_SEQS, f"{len(prompts)} sequences; the context is made for {MAX_SEQS}"
+        assert len(prompts) <= MAX_RUNNING, f"{len(prompts)} sequences; the context is made for {MAX_RUNNING}"
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
         outputs: list[list[int]] = [[] for _ in prompts]
 

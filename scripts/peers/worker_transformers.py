@@ -1,7 +1,7 @@
-"""Hugging Face transformers as a worker, float32: `generate` over a padded batch, or `generate_batch` (paged, continuous).
+"""Hugging Face transformers as a worker: `generate` over a padded batch, or `generate_batch` (paged, continuous).
 
-argv: the model folder, and which of the two. Settings: as many threads as cores; scaled dot product attention; no
-sampling, no log-probs.
+argv: the model folder, and which of the two. Settings: float32; as many threads as cores; scaled dot product
+attention; no sampling, no log-probs.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from worker import Run, serve_runs
 
 
@@ -43,7 +43,6 @@ def continuous(model) -> Run:
         outputs = model.generate_batch(
             prompts,
             generation_config=GenerationConfig(max_new_tokens=output_lens[0], do_sample=False, eos_token_id=-1),
-            continuous_batching_config=ContinuousBatchingConfig(**eval(os.environ.get("CB", "{}"))),
         )
         return [len(output.generated_tokens) for output in outputs.values()]
 

@@ -8,7 +8,6 @@ from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
 
 TRACE_REQUESTS = 60  # all run at once
 TRACE_MAX_TOTAL = 2048  # prompt and output together, as the data is usually cut
-MAX_RUNNING = 64  # of every workload: engines that want a limit are told this one
 WARM_UP_TOKENS = 4
 
 

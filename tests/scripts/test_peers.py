@@ -13,7 +13,8 @@ sys.path.insert(0, str(PEERS))
 from compare import ONCE, chosen, takes_part
 from process import WorkerProcess
 from table import BARS, COLUMNS, JPAGED, LLAMA_CPP, TRANSFORMERS, TRANSFORMERS_MODES, VLLM, Results
-from workload import MAX_RUNNING, WARM_UP_TOKENS, uniform, workloads
+from worker import MAX_RUNNING
+from workload import WARM_UP_TOKENS, uniform, workloads
 
 WORKER = """
 import sys
