@@ -82,7 +82,7 @@ def replay(
             plan = scheduler.schedule()
             steps[plan.num_tokens, len(plan.sampled)] += 1
             now += step_time.fixed + step_time.per_token * plan.num_tokens
-            scheduler.update(plan, [0] * len(plan.sampled))
+            scheduler.update(plan, [[0]] * len(plan.sampled))
             bar.update(len(trace) - len(to_come) - len(scheduler.running) - len(scheduler.waiting) - bar.n)
     return steps
 

@@ -75,7 +75,7 @@ class PoolWalk(RuleBasedStateMachine):
             assert block.block_hash is None, f"{seq} writes {block}, which others may find"
             self.content[slot] = tuple(seq.token_ids[: position + 1])
         seq.num_computed_tokens += num_tokens
-        self.manager.cache_full_blocks(seq, computed)
+        self.manager.cache_full_blocks(seq, computed, seq.num_computed_tokens)
 
     @rule(
         which=st.integers(0, 99), shared=st.integers(0, 16), tail=st.lists(st.integers(0, 1), min_size=1, max_size=10)
@@ -198,7 +198,7 @@ def run_prompt(manager, tokens, name="a"):
     assert manager.admit(seq, matched, seq.num_tokens - len(matched) * SIZE) is not None
     before = seq.num_computed_tokens
     seq.num_computed_tokens = seq.num_tokens
-    manager.cache_full_blocks(seq, before)
+    manager.cache_full_blocks(seq, before, seq.num_computed_tokens)
     return seq, before
 
 

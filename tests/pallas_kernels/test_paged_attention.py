@@ -194,7 +194,7 @@ def test_a_layer_never_copies_or_converts_the_pool(dtype):
 def test_refuses_what_does_not_fit():
     step = make_step(Case("any", decode=(5,)))
     call = functools.partial(ragged_paged_attention, step.q, step.pool, step.meta, sm_scale=1.0)
-    with pytest.raises(ValueError, match="xla, mosaic_gpu, reference, got 'cuda'"):
+    with pytest.raises(ValueError, match="mosaic_gpu, mosaic_tpu, xla, reference, got 'cuda'"):
         call(implementation="cuda")
     with pytest.raises(ValueError, match="sliding_window must be at least 1, got 0"):
         call(sliding_window=0)
