@@ -186,7 +186,7 @@ def main() -> None:
         llm = LLM(args.model, dtype=args.dtype, **options)
         engine = llm.engine
         print(
-            f"{args.model}, {engine.runner.dtype.name}, block size {engine.spec.block_size}, jax {jax.__version__} on "
+            f"{args.model}, {engine.runner.step.dtype.name}, block size {engine.spec.block_size}, jax {jax.__version__} on "
             f"{engine.runner.mesh.devices.flat[0].device_kind}, {load_note()}"
         )
         for num_requests in cases:

@@ -21,7 +21,7 @@ def start() -> tuple[str, Run]:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    return f"jax {jax.__version__}, {llm.engine.runner.dtype.name}, block size {llm.engine.spec.block_size}", run
+    return f"jax {jax.__version__}, {llm.engine.runner.step.dtype.name}, block size {llm.engine.spec.block_size}", run
 
 
 if __name__ == "__main__":
