@@ -186,6 +186,13 @@ def test_nobody_imports_the_server():
             assert not any(module == "jpaged" and "serve" in names for module, names in imports(path)), name_of(path)
 
 
+def test_engine_and_server_know_no_benchmark():
+    for path in files(*ENGINE):
+        if not name_of(path).startswith("jpaged/bench/"):
+            assert not any(f"{module}.".startswith("jpaged.bench.") for module, _ in imports(path)), name_of(path)
+            assert not any(module == "jpaged" and "bench" in names for module, names in imports(path)), name_of(path)
+
+
 def test_no_import_is_for_the_type_checker_alone():
     for path in files(*ENGINE, "scripts"):
         assert not uses_of(path, "TYPE_CHECKING"), name_of(path)
