@@ -90,9 +90,7 @@ def to_float32(stored: jax.Array, layout: PoolLayout) -> jax.Array:
 def read_blocks(pool: LayerPool, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys `[..., K, D, B]` and values `[..., K, B, D]` of blocks `ids` `[...]` of one shard, float32, unscaled."""
     gathered = [array[ids] for array in pool.arrays]
-    if (
-        pool.shard.form == "tpu"
-    ):  # else XLA:TPU gives the pool the layout that its reader would like: it copies all of it
+    if pool.shard.form == "tpu":  # else XLA:TPU gives all of the pool, by copying it, the layout that its reader likes
         gathered = [with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in gathered]
     gathered = [to_float32(x, pool.shard) for x in gathered]
     if pool.shard.form == "cpu":

@@ -26,7 +26,6 @@ from .mosaic_gpu_ops import (
     along,
     dot,
     dot_add,
-    drain,
     power_of_two,
     shift_of,
     stored_and_unpacked,
@@ -34,6 +33,7 @@ from .mosaic_gpu_ops import (
     unpack,
     zero_after,
 )
+from .mosaic_gpu_producer import Ring, produce
 
 PRODUCER, CONSUMER = 0, 1  # warpgroups
 SEQUENCE, TOKEN, POSITION, BEGIN, END = range(5)  # rows of the item table
@@ -141,38 +141,10 @@ def _kernel(
 
     @pl.when(warpgroup == PRODUCER)
     def _produce():
-        def in_one_warp(warp):
-            @pl.when(warp == 0)
-            def _():
-                drain(free, shape.stages, for_each_item(produce_item, jnp.int32(0)))
+        def work_of(item, kv_head):
+            return items[SEQUENCE, item], kv_head, *tiles_of(item), items[END, item]
 
-        def produce_item(item, kv_head, done):
-            sequence, end = items[SEQUENCE, item], items[END, item]
-
-            def tile(index, done):
-                stage = lax.rem(done, shape.stages)
-
-                @pl.when(done >= shape.stages)
-                def _():
-                    plgpu.barrier_wait(free.at[stage])
-
-                first = index * (kv // shape.block_size)
-                # Past the end the null block is fetched: it is in L2, and every tile then brings the same bytes.
-                ids = [
-                    jnp.where((first + b) * shape.block_size < end, shape.block_id(table, sequence, first + b), 0)
-                    for b in range(kv // shape.block_size)
-                ]
-                for half, (buffer, full) in enumerate(((keys, k_full), (values, v_full))):
-                    for b, block in enumerate(ids):
-                        here = pl.ds(b * shape.block_size, shape.block_size)
-                        plgpu.copy_gmem_to_smem(
-                            pool.at[block, :, kv_head, half], buffer.at[stage, here], full.at[stage]
-                        )
-                return done + 1
-
-            return lax.fori_loop(*tiles_of(item), tile, done)
-
-        plgpu.warp_map(in_one_warp)
+        produce(shape, pool, table, Ring(keys, values, k_full, v_full, free), for_each_item, work_of)
 
     @pl.when(warpgroup == CONSUMER)
     def _consume():

@@ -22,7 +22,6 @@ from .mosaic_gpu_ops import (
     along,
     dot,
     dot_add,
-    drain,
     power_of_two,
     shift_of,
     stored_and_unpacked,
@@ -30,6 +29,7 @@ from .mosaic_gpu_ops import (
     unpack,
     zero_after,
 )
+from .mosaic_gpu_producer import Ring, produce
 
 QUERIES = 64  # of a warpgroup: the M side of wgmma
 SEQUENCE, TOKEN, TOKENS, POSITION = range(4)  # rows of the tile table
@@ -142,39 +142,10 @@ def _kernel(
     def _produce():
         plgpu.set_max_registers(24, action="decrease")
 
-        def in_one_warp(warp):
-            @pl.when(warp == 0)
-            def _():
-                drain(free, shape.stages, for_each_item(produce_item, jnp.int32(0)))
+        def work_of(tile, first_head):
+            return tiles[SEQUENCE, tile], lax.div(first_head, shape.group), *kv_range(tile)
 
-        def produce_item(tile, first_head, done):
-            sequence, kv_head = tiles[SEQUENCE, tile], lax.div(first_head, shape.group)
-            begin, last, end = kv_range(tile)
-
-            def step(index, done):
-                stage = lax.rem(done, shape.stages)
-
-                @pl.when(done >= shape.stages)
-                def _():
-                    plgpu.barrier_wait(free.at[stage])
-
-                first = index * (kv // shape.block_size)
-                # Past the end the null block is fetched: it is in L2, and every tile then brings the same bytes.
-                ids = [
-                    jnp.where((first + b) * shape.block_size < end, shape.block_id(table, sequence, first + b), 0)
-                    for b in range(kv // shape.block_size)
-                ]
-                for half, (buffer, full) in enumerate(((keys, k_full), (values, v_full))):
-                    for b, block in enumerate(ids):
-                        here = pl.ds(b * shape.block_size, shape.block_size)
-                        plgpu.copy_gmem_to_smem(
-                            pool.at[block, :, kv_head, half], buffer.at[stage, here], full.at[stage]
-                        )
-                return done + 1
-
-            return lax.fori_loop(begin, last, step, done)
-
-        plgpu.warp_map(in_one_warp)
+        produce(shape, pool, table, Ring(keys, values, k_full, v_full, free), for_each_item, work_of)
 
     def consume_item(tile, first_head, done):
         q_tile, out_tile = q_tiles.at[warpgroup], out_tiles.at[warpgroup]

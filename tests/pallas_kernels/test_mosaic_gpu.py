@@ -21,7 +21,7 @@ from attention_cases import CASES, MIXED, Case, make_step
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public way to the races found, or to reset
 
 from pallas_kernels import PoolLayout, ragged_paged_attention
-from pallas_kernels.paged_attention import mosaic_gpu_decode
+from pallas_kernels.paged_attention import mosaic_gpu_decode, mosaic_gpu_producer
 from pallas_kernels.paged_attention.mosaic_gpu import ragged_paged_attention_mosaic_gpu
 from pallas_kernels.paged_attention.mosaic_gpu_plan import partitions, row_tiles
 from pallas_kernels.paged_attention.reference import ragged_paged_attention_reference
@@ -220,7 +220,8 @@ def test_a_removed_wait_is_caught(removed, monkeypatch):
             plgpu.barrier_wait(barrier)
 
     patched = types.SimpleNamespace(**(vars(plgpu) | {"barrier_wait": barrier_wait}))
-    monkeypatch.setattr(mosaic_gpu_decode, "plgpu", patched)
+    for module in (mosaic_gpu_decode, mosaic_gpu_producer):
+        monkeypatch.setattr(module, "plgpu", patched)
     try:
         raced, agrees = _one_item_of_decode()
         caught = raced or not agrees
