@@ -7,7 +7,6 @@ import numpy as np
 from jpaged.buckets import Buckets
 from jpaged.config import CacheSpec, EngineConfig
 from jpaged.device_state import RowLoad
-from jpaged.packing import packed_size, views
 from jpaged.scheduler import SchedulerOutput
 from jpaged.sequence import Sequence
 from jpaged.step_input import StepInput
@@ -47,6 +46,8 @@ class BatchBuilder:
         known = np.fromiter((len(s.token_ids) for s in seqs), np.int32, len(seqs))
         for seq in plan.admitted:
             self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
+            self.num_blocks[seq.row] = len(seq.block_table)
+            self.wants_logprobs[seq.row] = seq.params.logprobs is not None
         self.token_ids[rows, known - 1] = np.fromiter((s.token_ids[-1] for s in seqs), np.int32, len(seqs))
         is_pending = starts >= known
         self.token_ids[rows[is_pending], starts[is_pending]] = -1 - rows[is_pending]
@@ -54,9 +55,7 @@ class BatchBuilder:
         num_tokens, num_sampled = int(counts.sum()), len(plan.sampled)
 
         bucket = self.buckets.choose(num_tokens, num_sampled, decodes_on=max(plan.limits, default=1) > 1)
-        template = StepInput.shapes(*bucket, self.max_num_seqs)
-        buffer = np.zeros(packed_size(template), np.int32)
-        step = views(buffer, template)
+        buffer, step = StepInput.packing(*bucket, self.max_num_seqs).empty()
         step.make_neutral(self.max_num_seqs, self.max_blocks)
         ends = np.cumsum(counts, dtype=np.int32)
         token_rows = np.repeat(rows, counts)
@@ -70,8 +69,7 @@ class BatchBuilder:
         step.logits_indices[:num_sampled] = (ends - 1)[is_sampled]
         step.sampled_rows[:num_sampled] = rows[is_sampled]
         step.limits[:num_sampled] = plan.limits
-        new = self._update_tables(seqs, rows, counts, step.table_updates)
-        row_loads = self._load_rows(plan.admitted + [s for s in new if s not in plan.admitted])
+        row_loads = self._load_rows(plan.admitted + self._update_tables(seqs, rows, counts, step.table_updates))
         return HostStep(bucket, buffer, row_loads, num_sampled, bool(self.wants_logprobs[rows[is_sampled]].any()))
 
     def _update_tables(self, seqs: list[Sequence], rows, counts, updates) -> list[Sequence]:
@@ -91,19 +89,15 @@ class BatchBuilder:
 
     def _load_rows(self, seqs: list[Sequence]) -> list[np.ndarray]:
         """Whole rows for the device, `RowLoad.SIZE` to a buffer."""
-        template = RowLoad.shapes(self.max_blocks)
-        buffers = []
+        packing, buffers = RowLoad.packing(self.max_blocks), []
         for begin in range(0, len(seqs), RowLoad.SIZE):
-            buffers.append(np.zeros(packed_size(template), np.int32))
-            load = views(buffers[-1], template)
+            buffer, load = packing.empty()
+            buffers.append(buffer)
             load.row_ids.fill(self.max_num_seqs)
             load.sampling.make_neutral()
             for i, seq in enumerate(seqs[begin : begin + RowLoad.SIZE]):
-                row, blocks = seq.row, seq.block_table.blocks
-                load.row_ids[i] = row
-                load.block_tables[i, : len(blocks)] = seq.block_table.block_ids(0)
+                load.row_ids[i] = seq.row
+                load.block_tables[i, : len(seq.block_table)] = seq.block_table.block_ids()
                 min_length = seq.num_prompt_tokens + seq.params.min_tokens
                 load.sampling.set_row(i, seq.params, seq.seed, seq.stop_token_ids, min_length)
-                self.num_blocks[row] = len(blocks)
-                self.wants_logprobs[row] = seq.params.logprobs is not None
         return buffers

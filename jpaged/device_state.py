@@ -1,12 +1,14 @@
 """DeviceState: what stays on the devices from step to step."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jpaged.packing import Packing
 from jpaged.sampling_batch import SamplingBatch
 from models.types import Pools
 from pallas_kernels import AnyArray
@@ -49,11 +51,14 @@ class RowLoad:
     SIZE = 8
 
     @classmethod
-    def shapes(cls, max_blocks: int) -> "RowLoad":
-        return cls(
-            jax.ShapeDtypeStruct((cls.SIZE,), np.int32),
-            jax.ShapeDtypeStruct((cls.SIZE, max_blocks), np.int32),
-            SamplingBatch.shapes(cls.SIZE),
+    @cache
+    def packing(cls, max_blocks: int) -> Packing:
+        return Packing(
+            cls(
+                jax.ShapeDtypeStruct((cls.SIZE,), np.int32),
+                jax.ShapeDtypeStruct((cls.SIZE, max_blocks), np.int32),
+                SamplingBatch.shapes(cls.SIZE),
+            )
         )
 
 

@@ -10,15 +10,12 @@ from jpaged.batch import HostStep
 from jpaged.config import CacheSpec
 from jpaged.device_state import DeviceState, RowLoad
 from jpaged.errors import KernelCheckFailed
-from jpaged.packing import unpack, views
 from jpaged.step import StepFunction
 from jpaged.step_input import forward_batch
 from models.attention import attention_difference
 
 FIRST_STEPS, EVERY = 8, 64  # the steps whose attention is computed twice
-LIMIT = (
-    0.03  # of the largest output: kernels multiply in bfloat16, and a wrong one is off by as much as the outputs are
-)
+LIMIT = 0.03  # of the largest output: kernels multiply in bfloat16; a wrong one is off by as much as the outputs are
 
 
 class KernelCheck:
@@ -52,9 +49,9 @@ class KernelCheck:
             )
 
     def _sent_ids(self, host_step: HostStep) -> np.ndarray:
-        template = self.step.template(host_step.bucket)
-        loads = [views(buffer, RowLoad.shapes(self.spec.max_blocks_per_seq)) for buffer in host_step.row_loads]
-        ids = [views(host_step.buffer, template).table_updates[:, 2], *(load.block_tables for load in loads)]
+        loads = map(RowLoad.packing(self.spec.max_blocks_per_seq).views, host_step.row_loads)
+        updates = self.step.packing(host_step.bucket).views(host_step.buffer).table_updates[:, 2]
+        ids = [updates, *(load.block_tables for load in loads)]
         return np.concatenate([part.ravel() for part in ids])
 
     def _check_ids(self, who: str, ids: np.ndarray) -> None:
@@ -67,7 +64,7 @@ class KernelCheck:
 
 def _look(step: StepFunction, bucket: tuple[int, int], pool, rows, buffer, first_block, seed):
     """(difference of attention, least and greatest block id that the step's tables and slots name)."""
-    meta = forward_batch(unpack(buffer, step.template(bucket)), rows, pool.block_size).attention
+    meta = forward_batch(step.packing(bucket).unpack(buffer), rows, pool.block_size).attention
     ids = jnp.concatenate([meta.block_tables.ravel(), meta.slot_mapping // pool.block_size])
     shape = bucket[0], step.model.num_heads, step.model.head_dim
     q = jax.random.normal(jax.random.key(seed), shape, jnp.float32)

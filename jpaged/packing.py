@@ -1,8 +1,4 @@
-"""Many small arrays in one int32 buffer, so that they reach the device in one upload.
-
-A template is a tree of `ShapeDtypeStruct`s of four-byte elements. On the host its arrays are views into the buffer,
-filled in place; on the device they are slices of it.
-"""
+"""Packing: many small arrays in one int32 buffer, so that they reach the device in one upload."""
 
 from math import prod
 
@@ -10,26 +6,33 @@ import jax
 import numpy as np
 
 
-def packed_size(template) -> int:
-    """Elements of the buffer."""
-    return sum(prod(leaf.shape) for leaf in jax.tree.leaves(template))
+class Packing:
+    """Where each array of a tree lies in the buffer. template: `ShapeDtypeStruct`s of four-byte elements.
 
+    On the host the arrays are views into the buffer, filled in place; on the device they are slices of it.
+    """
 
-def views(buffer: np.ndarray, template):
-    """The template's arrays as views into a host buffer."""
-    return _split(buffer, template, lambda part, dtype: part.view(dtype))
+    def __init__(self, template):
+        leaves, self._treedef = jax.tree.flatten(template)
+        ends = np.cumsum([prod(leaf.shape) for leaf in leaves]).tolist()
+        self._parts = [
+            (slice(begin, end), leaf.dtype, leaf.shape) for begin, end, leaf in zip([0, *ends], ends, leaves)
+        ]
+        self.size = ends[-1]  # elements of the buffer
 
+    def empty(self) -> tuple[np.ndarray, object]:
+        """A host buffer of zeros, and the views into it."""
+        buffer = np.zeros(self.size, np.int32)
+        return buffer, self.views(buffer)
 
-def unpack(buffer: jax.Array, template):
-    """The template's arrays on the device."""
-    return _split(buffer, template, jax.lax.bitcast_convert_type)
+    def views(self, buffer: np.ndarray):
+        """The arrays in a host buffer."""
+        return self._split(buffer, lambda part, dtype: part.view(dtype))
 
+    def unpack(self, buffer: jax.Array):
+        """The arrays on the device."""
+        return self._split(buffer, jax.lax.bitcast_convert_type)
 
-def _split(buffer, template, as_dtype):
-    leaves, treedef = jax.tree.flatten(template)
-    parts, begin = [], 0
-    for leaf in leaves:
-        end = begin + prod(leaf.shape)
-        parts.append(as_dtype(buffer[begin:end], leaf.dtype).reshape(leaf.shape))
-        begin = end
-    return jax.tree.unflatten(treedef, parts)
+    def _split(self, buffer, as_dtype):
+        arrays = [as_dtype(buffer[part], dtype).reshape(shape) for part, dtype, shape in self._parts]
+        return jax.tree.unflatten(self._treedef, arrays)

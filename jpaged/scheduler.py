@@ -104,7 +104,7 @@ class Scheduler:
             starts.append(start)
             end = start + num_tokens
             if end == len(seq.token_ids) + seq.num_pending:
-                limit = min(num_steps, seq.num_tokens_left)
+                limit = 1 if num_steps == 1 else min(num_steps, seq.num_tokens_left)
                 seq.num_pending += limit
                 end += limit - 1
                 sampled.append(seq)
@@ -115,9 +115,9 @@ class Scheduler:
     def _num_decodes_in_a_row(self, plan: SchedulerOutput) -> int:
         """How often the device may decode before the host is asked: more than once only where everyone decodes, nobody
         waits to come in, every sequence is judged by its tokens alone, and there are blocks for all of it."""
-        most = min(self.num_scheduler_steps, max(seq.num_tokens_left for seq in plan.num_scheduled_tokens))
-        if most == 1 or self.waiting or plan.num_decodes < len(plan.num_scheduled_tokens):
+        if self.num_scheduler_steps == 1 or self.waiting or plan.num_decodes < len(plan.num_scheduled_tokens):
             return 1
+        most = min(self.num_scheduler_steps, max(seq.num_tokens_left for seq in plan.num_scheduled_tokens))
         for seq in plan.num_scheduled_tokens:
             if seq.params.stop or seq.params.logprobs is not None:
                 return 1

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from jpaged.config import EngineConfig
 from jpaged.device_state import DeviceState, RowLoad, RowState, extend_tables, load_rows
 from jpaged.memory_plan import StepMemory
-from jpaged.packing import packed_size, unpack
+from jpaged.packing import Packing
 from jpaged.sampler import sample
 from jpaged.sampling_batch import Sampled
-from jpaged.step_input import StepInput, forward_batch, next_decode, sampled_positions
+from jpaged.step_input import StepInput, forward_batch, max_sequences, next_decode, sampled_positions
 from models.config import ModelConfig
 from models.layers import MODEL_AXIS
 from models.registry import model_class
@@ -29,13 +29,13 @@ from pallas_kernels import PoolLayout, make_pool, pool_struct
 
 
 def step(
-    graphdef, treedef, template: StepInput, max_logprobs: int, max_decodes: int, leaves, state: DeviceState, buffer
+    graphdef, treedef, packing: Packing, max_logprobs: int, max_decodes: int, leaves, state: DeviceState, buffer
 ) -> tuple[DeviceState, Sampled]:
     """(weights, state, host's input) -> (state, tokens): the whole of what the device does.
 
     Where max_decodes is over 1 the step goes on decoding as long as the host says and somebody has not stopped.
     """
-    host = unpack(buffer, template)
+    host: StepInput = packing.unpack(buffer)
     model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
     rows = extend_tables(state.rows, host.table_updates)
 
@@ -119,18 +119,19 @@ class StepFunction:
         rows = jax.tree.map(lambda _: self._replicated, RowState.initial(1, 1))
         self.state_shardings = DeviceState(self.pool_sharding, rows)
 
-    def template(self, bucket: tuple[int, int]) -> StepInput:
-        """The shapes of the host's input to a bucket's step."""
-        return StepInput.shapes(*bucket, self.config.max_num_seqs)
+    def packing(self, bucket: tuple[int, int]) -> Packing:
+        """How the host's input to a bucket's step, a `StepInput`, is packed."""
+        return StepInput.packing(*bucket, self.config.max_num_seqs)
 
     def max_decodes(self, bucket: tuple[int, int]) -> int:
         """How many decodes one run of a bucket's program may hold: several only where every sequence is sampled."""
-        has_all_rows = bucket[1] == len(self.template(bucket).row_ids)
+        num_tokens, num_sampled = bucket
+        has_all_rows = num_sampled == max_sequences(num_tokens, self.config.max_num_seqs)
         return self.config.num_scheduler_steps if has_all_rows else 1
 
     def jitted(self, bucket: tuple[int, int]):
         """The step of one bucket."""
-        static = self.graphdef, self.treedef, self.template(bucket), self.config.max_logprobs, self.max_decodes(bucket)
+        static = self.graphdef, self.treedef, self.packing(bucket), self.config.max_logprobs, self.max_decodes(bucket)
         return jax.jit(partial(step, *static), donate_argnums=1, out_shardings=(self.state_shardings, self._replicated))
 
     def state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
@@ -156,21 +157,21 @@ class StepFunction:
 
     def jitted_load(self, max_blocks_per_seq: int):
         """(rows, packed `RowLoad`) -> rows."""
-        template = RowLoad.shapes(max_blocks_per_seq)
+        packing = RowLoad.packing(max_blocks_per_seq)
         return jax.jit(
-            lambda rows, buffer: load_rows(rows, unpack(buffer, template)),
+            lambda rows, buffer: load_rows(rows, packing.unpack(buffer)),
             donate_argnums=0,
             out_shardings=self.state_shardings.rows,
         )
 
     def load_arguments(self, max_blocks_per_seq: int) -> tuple:
         """What `jitted_load` is called with, as shapes with shardings."""
-        size = packed_size(RowLoad.shapes(max_blocks_per_seq))
+        size = RowLoad.packing(max_blocks_per_seq).size
         return self.state(2, max_blocks_per_seq).rows, self._struct((size,), np.int32)
 
     def arguments(self, bucket: tuple[int, int], num_blocks: int, max_blocks_per_seq: int) -> tuple:
         """What a bucket's step is called with: leaves, state and the packed `StepInput`, as shapes with shardings."""
-        buffer = self._struct((packed_size(self.template(bucket)),), np.int32)
+        buffer = self._struct((self.packing(bucket).size,), np.int32)
         return self.abstract_leaves, self.state(num_blocks, max_blocks_per_seq), buffer
 
     @property

@@ -1,6 +1,7 @@
 """StepInput: what the host tells the device of one step, and what the device makes of it."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,14 @@ from jaxtyping import Int
 
 from jpaged.config import MIN_TOKEN_BUCKET
 from jpaged.device_state import RowState
+from jpaged.packing import Packing
 from models.types import ForwardBatch
 from pallas_kernels import AnyArray, AttentionMetadata
+
+
+def max_sequences(num_tokens: int, max_num_seqs: int) -> int:
+    """S: the most sequences that a step of so many padded tokens can hold."""
+    return min(num_tokens, max(max_num_seqs, MIN_TOKEN_BUCKET))
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +30,7 @@ class StepInput:
     """
 
     token_ids: Int[AnyArray, "T"]
-    row_ids: Int[AnyArray, "S"]  # S is the most sequences that T tokens can belong to
+    row_ids: Int[AnyArray, "S"]  # S = max_sequences(T)
     starts: Int[AnyArray, "S"]  # the position of each sequence's first token
     query_start_loc: Int[AnyArray, "S+1"]  # and its index in the step
     distribution: Int[AnyArray, "3"]
@@ -33,15 +40,16 @@ class StepInput:
     table_updates: Int[AnyArray, "T 3"]  # (row, column, block id)
 
     @classmethod
-    def shapes(cls, num_tokens: int, num_sampled: int, max_num_seqs: int) -> "StepInput":
-        """That of program (T, R) as `ShapeDtypeStruct`s."""
-        num_seqs = min(num_tokens, max(max_num_seqs, MIN_TOKEN_BUCKET))
+    @cache
+    def packing(cls, num_tokens: int, num_sampled: int, max_num_seqs: int) -> Packing:
+        """That of program (T, R)."""
+        num_seqs = max_sequences(num_tokens, max_num_seqs)
         sizes = {
             "row_ids": num_seqs, "starts": num_seqs, "query_start_loc": num_seqs + 1, "distribution": 3,
             "logits_indices": num_sampled, "sampled_rows": num_sampled, "limits": num_sampled, "token_ids": num_tokens,
         }  # fmt: skip
         flat = {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in sizes.items()}
-        return cls(**flat, table_updates=jax.ShapeDtypeStruct((num_tokens, 3), np.int32))
+        return Packing(cls(**flat, table_updates=jax.ShapeDtypeStruct((num_tokens, 3), np.int32)))
 
     def make_neutral(self, max_num_seqs: int, max_blocks: int) -> None:
         """Makes host arrays of zeros a step of padding alone."""

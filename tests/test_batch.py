@@ -10,7 +10,6 @@ from test_scheduler import VOCAB_SIZE, Walk, fake_tokens, make, request
 
 from jpaged.batch import BatchBuilder
 from jpaged.device_state import RowLoad, RowState, extend_tables, load_rows
-from jpaged.packing import unpack
 from jpaged.sampling_batch import MAX_STOPS
 from jpaged.sampling_params import MAX_STOP_TOKEN_IDS
 from jpaged.step_input import StepInput, forward_batch, sampled_positions
@@ -20,7 +19,7 @@ NEWEST = 1000  # the newest token of row r is NEWEST + r, as far as these tests'
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def read_step(bucket, max_num_seqs, block_size, rows, buffer):
-    step = unpack(buffer, StepInput.shapes(*bucket, max_num_seqs))
+    step = StepInput.packing(*bucket, max_num_seqs).unpack(buffer)
     rows = extend_tables(rows, step.table_updates)
     sampling = jax.tree.map(lambda table: table[step.sampled_rows], rows.sampling)
     return rows, forward_batch(step, rows, block_size), sampling, sampled_positions(step), step
@@ -28,7 +27,7 @@ def read_step(bucket, max_num_seqs, block_size, rows, buffer):
 
 @functools.partial(jax.jit, static_argnums=0)
 def read_load(max_blocks, rows, buffer):
-    return load_rows(rows, unpack(buffer, RowLoad.shapes(max_blocks)))
+    return load_rows(rows, RowLoad.packing(max_blocks).unpack(buffer))
 
 
 class Device:

@@ -76,9 +76,8 @@ def teacher_forced_logprobs(engine) -> np.ndarray:
     return np.asarray(forward(batch, runner.state.pools)).reshape(len(PROMPTS), NUM_TOKENS)
 
 
-def test_greedy_tokens_in_float32_are_those_of_hugging_face(engine):
-    if engine.config.dtype != "float32":
-        pytest.skip("bfloat16 weights round differently: their log-probs are compared instead")
+@pytest.mark.parametrize("engine", ["float32"], indirect=True)  # bfloat16 rounds differently: see its log-probs
+def test_greedy_tokens_are_those_of_hugging_face(engine):
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs = run(engine, [Request(p["prompt_token_ids"], greedy) for p in PROMPTS])
     # The fixture's smallest gap between the two best log-probs is far over float32's error: no token is ambiguous.

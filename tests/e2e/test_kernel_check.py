@@ -6,7 +6,6 @@ from engines import Request, make_engine, run
 from tiny_model import make_tiny_model
 
 from jpaged.errors import KernelCheckFailed
-from jpaged.packing import views
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.xla import ragged_paged_attention_xla
@@ -62,7 +61,7 @@ def test_block_id_past_the_pool_is_named(engine, monkeypatch):
 
     def broken(plan):
         step = build(plan)
-        views(step.buffer, engine.runner.step.template(step.bucket)).table_updates[0, 2] = 128
+        engine.runner.step.packing(step.bucket).views(step.buffer).table_updates[0, 2] = 128
         return step
 
     monkeypatch.setattr(engine.batch_builder, "build", broken)
