@@ -13,20 +13,15 @@ import random
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 from install import DEFAULT_FOLDER, MODEL
 from peer import HERE, LLAMA_CPP, TRANSFORMERS, VLLM
 from process import WorkerProcess
 from table import JPAGED, TRANSFORMERS_MODES, Results
+from tqdm import tqdm
 from workload import Workload, workloads
-
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE.parent.parent))
 
 from jpaged.bench.options import add_json_option, int_from
 from jpaged.bench.results import load_note, write_json
-
 from models.weights import DEFAULT_MODEL, open_checkpoint, resolve_model
 
 ONLY_VLLM = {"ShareGPT-like"}  # its lengths differ, which the other peers' batches cannot make use of

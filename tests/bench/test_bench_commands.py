@@ -4,29 +4,17 @@ import json
 import sys
 
 import pytest
+from engines import make_small_async_engine
 from http_server import http_server
 
-from jpaged.async_llm import AsyncLLM
 from jpaged.bench.__main__ import COMMANDS, main
-from jpaged.config import EngineConfig
 
 SHORT = ["--num-prompts", "4", "--input-len", "6", "--output-len", "5"]
 
 
 @pytest.fixture(scope="module")
 def url(tiny_model, programs_dir):
-    engine = AsyncLLM.from_config(
-        EngineConfig(
-            model=tiny_model,
-            served_model_name=("tiny",),
-            dtype="float32",
-            block_size=16,
-            max_num_batched_tokens=2,
-            max_num_seqs=2,
-            num_blocks_override=33,
-            compilation_cache_dir=programs_dir,
-        )
-    )
+    engine = make_small_async_engine(tiny_model, num_blocks_override=33, compilation_cache_dir=programs_dir)
     with http_server(lambda: engine) as url:
         yield url
     engine.shutdown()

@@ -83,13 +83,13 @@ def test_usage_overrules_the_count_and_a_server_without_ids_sends_a_chunk_a_toke
         ),
         ([b"HTTP/1.1 502 Bad Gateway\r\n\r\n<html>"], "HTTP 502: <html>"),
         ([HEAD, chunk(event(1)), chunk(b'data: {"error": {"message": "the server is stopping"}}\n\n')], "is stopping"),
-        ([HEAD, chunk(event(1))], "closed in the middle"),
+        ([HEAD, chunk(event(1))], "without sending complete message body"),
         ([HEAD, chunk(event(1)), b"0\r\n\r\n"], "ended before [DONE]"),
         (whole(), "no token came"),
         (whole(b"data: {oops\n\n"), "Expecting property name"),
         (whole(b"data: [1]\n\n"), "'list' object"),
-        ([b"SSH-2.0\r\n"], "no HTTP"),
-        ([], "without an answer"),
+        ([b"SSH-2.0\r\n\r\n"], "illegal status line"),
+        ([], "without sending a response"),
     ],
 )
 def test_a_failure_is_an_outcome_with_its_reason(answer, error):

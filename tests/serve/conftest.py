@@ -2,11 +2,9 @@ import contextlib
 
 import httpx
 import pytest
+from engines import make_small_async_engine
 from http_server import http_server
 from tiny_model import make_tiny_model
-
-from jpaged.async_llm import AsyncLLM
-from jpaged.config import EngineConfig
 
 
 @pytest.fixture(scope="session")
@@ -16,19 +14,8 @@ def tiny_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def engine(tiny_model):
-    """A real engine that compiles a single program: two sequences run, four wait, the pool has 16 usable blocks."""
-    engine = AsyncLLM.from_config(
-        EngineConfig(
-            model=tiny_model,
-            served_model_name=("tiny",),
-            dtype="float32",
-            block_size=16,
-            max_num_batched_tokens=2,
-            max_num_seqs=2,
-            num_blocks_override=17,
-            max_num_queued_requests=4,
-        )
-    )
+    """A real engine: two sequences run, four wait, the pool has 16 usable blocks."""
+    engine = make_small_async_engine(tiny_model, num_blocks_override=17, max_num_queued_requests=4)
     yield engine
     engine.shutdown()
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jpaged.async_llm import AsyncLLM
 from jpaged.config import EngineConfig
 from jpaged.engine import LLMEngine
 from jpaged.output_processor import RequestOutputBuilder
@@ -53,3 +54,12 @@ def make_engine(model: str, programs_dir: str, **config) -> LLMEngine:
         "max_model_len": 512, "compilation_cache_dir": programs_dir,
     }  # fmt: skip
     return LLMEngine(EngineConfig(model=model, **{**defaults, **config}))
+
+
+def make_small_async_engine(model: str, **config) -> AsyncLLM:
+    """One for a server: it compiles a single program, and two sequences run at once."""
+    defaults = {
+        "served_model_name": ("tiny",), "dtype": "float32", "block_size": 16, "max_num_batched_tokens": 2,
+        "max_num_seqs": 2,
+    }  # fmt: skip
+    return AsyncLLM.from_config(EngineConfig(model=model, **{**defaults, **config}))
