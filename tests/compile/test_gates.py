@@ -39,10 +39,11 @@ def kinds(problems: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_step_without_donation_fails_the_gates_on_alias_and_memory(case):
+def test_step_without_donation_fails_the_gate_on_alias(case):
+    """Not that on memory: one layer's pools fit twice. Its own number is looked at below."""
     evidence = case.evidence(DECODE, change=undonated)
     assert evidence.alias == 0
-    assert {"alias", "memory"} <= kinds(case.problems(evidence))
+    assert "alias" in kinds(case.problems(evidence))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
