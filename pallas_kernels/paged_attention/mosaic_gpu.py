@@ -56,9 +56,7 @@ def ragged_paged_attention_mosaic_gpu(
     rows_per_token = -(-group // 8) * 8
     # The kernels read whole tiles: of 64 queries, and of the heads that fill a token's rows.
     q = jnp.pad(q, ((0, max(0, QUERIES - num_tokens)), (0, max(0, rows_per_token - num_heads)), (0, 0)))
-    # A window that cuts nothing: without one the compiler spills a register at a head_dim of 256, with one it does not.
-    window = 2**30 if sliding_window is None and head_dim > 192 else sliding_window
-    shape_tail = window, None if soft_cap is None else soft_cap * _LOG2_E, interpret is not None, _look_up
+    shape_tail = sliding_window, None if soft_cap is None else soft_cap * _LOG2_E, interpret is not None, _look_up
     shape = DecodeShape(
         pool.num_kv_heads, group, rows_per_token, tiles.tokens, head_dim, pool.block_size, tiles.tile_kv, tiles.stages,
         tiles.ctas, *shape_tail,

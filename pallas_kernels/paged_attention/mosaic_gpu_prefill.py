@@ -251,6 +251,6 @@ def _kernel(
 
     @pl.when(warpgroup < consumers)
     def _consume():
-        plgpu.set_max_registers(240 if consumers == 2 else 248, action="increase")
+        plgpu.set_max_registers(240 if consumers == 2 else 256, action="increase")
         for_each_item(consume_item, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
