@@ -12,7 +12,6 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 EIGHT_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
-OF_EIGHT_ROWS = EIGHT_ROWS.reduce(1)  # a number for each row
 
 
 def tiled(shape: tuple[int, ...], dtype) -> plgpu.SMEM:

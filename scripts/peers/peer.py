@@ -23,7 +23,6 @@ class Peer:
     name: str
     worker: str
     requirements: tuple[str, ...]
-    reads_gguf: bool = False
     pip_options: tuple[str, ...] = ()
     install_env: tuple[tuple[str, str], ...] = ()
     unusable: tuple[str, ...] = ()
@@ -95,7 +94,6 @@ LLAMA_CPP = Peer(
     "llama.cpp",
     "worker_llama_cpp.py",
     ("llama-cpp-python==0.3.36",),
-    reads_gguf=True,
     pip_options=("--no-binary", "llama-cpp-python"),  # compiled here, for this processor
     install_env=(("CMAKE_ARGS", "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"),),
 )
