@@ -7,7 +7,7 @@ import numpy as np
 from jpaged.buckets import Buckets
 from jpaged.config import CacheSpec, EngineConfig
 from jpaged.device_state import RowLoad
-from jpaged.scheduler import SchedulerOutput
+from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import Sequence
 from jpaged.step_input import StepInput
 
@@ -66,19 +66,29 @@ class BatchBuilder:
         step.query_start_loc[1 : len(seqs) + 1] = ends
         step.query_start_loc[len(seqs) + 1 :] = num_tokens
         step.distribution[:] = plan.num_decodes, plan.num_decodes, len(seqs)
-        step.logits_indices[:num_sampled] = (ends - 1)[is_sampled]
-        step.sampled_rows[:num_sampled] = rows[is_sampled]
+        sampled_rows, logits_indices = rows[is_sampled], (ends - 1)[is_sampled]
+        if plan.forks:
+            last = dict(zip(plan.sampled, logits_indices.tolist()))
+            logits_indices = np.append(logits_indices, [last[fork.parent] for fork in plan.forks])
+            sampled_rows = np.append(sampled_rows, [fork.child.row for fork in plan.forks])
+        step.logits_indices[:num_sampled] = logits_indices
+        step.sampled_rows[:num_sampled] = sampled_rows
         step.limits[:num_sampled] = plan.limits
-        row_loads = self._load_rows(plan.admitted + self._update_tables(seqs, rows, counts, step.table_updates))
-        return HostStep(bucket, buffer, row_loads, num_sampled, bool(self.wants_logprobs[rows[is_sampled]].any()))
+        for i, copy in enumerate(plan.copies):
+            step.block_copies[i] = copy.source.block_id, copy.destination.block_id
+        row_loads = self._load_rows(plan.admitted + self._update_tables(plan, seqs, rows, counts, step.table_updates))
+        return HostStep(bucket, buffer, row_loads, num_sampled, bool(self.wants_logprobs[sampled_rows].any()))
 
-    def _update_tables(self, seqs: list[Sequence], rows, counts, updates) -> list[Sequence]:
+    def _update_tables(self, plan: SchedulerOutput, seqs: list[Sequence], rows, counts, updates) -> list[Sequence]:
         """Writes down the blocks that the device has not seen; returns the sequences that have too many for that."""
         have = np.fromiter((len(s.block_table.blocks) for s in seqs), np.int32, len(seqs))
-        num_updates, reload = 0, []
+        num_updates, reload = len(plan.copies), []
+        for i, copy in enumerate(plan.copies):
+            updates[i] = copy.seq.row, copy.index, copy.destination.block_id
+        has_copied = {copy.seq for copy in plan.copies}
         for i in np.flatnonzero(have != self.num_blocks[rows]):
             seq, known = seqs[i], self.num_blocks[rows[i]]
-            if have[i] - known > counts[i]:  # there is room for one a token
+            if have[i] - known + (seq in has_copied) > counts[i]:  # there is room for one a token
                 reload.append(seq)
                 continue
             for column, block_id in enumerate(seq.block_table.block_ids(known), start=known):

@@ -43,7 +43,7 @@ class Buckets:
 
     def choose(self, num_tokens: int, num_rows: int, *, decodes_on: bool = False) -> tuple[int, int]:
         """The smallest program that holds a step; that with all rows where the device is to decode several times."""
-        tokens = round_up(num_tokens, self.tokens)
+        tokens = round_up(max(num_tokens, num_rows), self.tokens)  # samples of one token may be several rows
         return tokens, round_up(min(tokens, self.max_rows) if decodes_on else num_rows, self.rows(tokens))
 
     def all(self) -> list[tuple[int, int]]:

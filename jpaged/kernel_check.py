@@ -50,8 +50,8 @@ class KernelCheck:
 
     def _sent_ids(self, host_step: HostStep) -> np.ndarray:
         loads = map(RowLoad.packing(self.spec.max_blocks_per_seq).views, host_step.row_loads)
-        updates = self.step.packing(host_step.bucket).views(host_step.buffer).table_updates[:, 2]
-        ids = [updates, *(load.block_tables for load in loads)]
+        step_input = self.step.packing(host_step.bucket).views(host_step.buffer)
+        ids = [step_input.table_updates[:, 2], step_input.block_copies, *(load.block_tables for load in loads)]
         return np.concatenate([part.ravel() for part in ids])
 
     def _check_ids(self, who: str, ids: np.ndarray) -> None:

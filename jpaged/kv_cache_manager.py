@@ -2,17 +2,30 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from jpaged.block_pool import Block, BlockPool
 from jpaged.config import CacheSpec
 from jpaged.prefix_cache import PrefixCache
 from jpaged.sequence import Sequence
+from jpaged.sequence_group import Fork
+
+
+class BlockCopy(NamedTuple):
+    """Block `index` of a sequence's table was `source`, which others hold too, and is `destination` from now on."""
+
+    seq: Sequence
+    index: int
+    source: Block
+    destination: Block
 
 
 class KVCacheManager:
     """Joins the block pool, the sequences' block tables and the prefix cache.
 
     Running out of blocks is a return value, never an exception. After a None nothing has changed.
+    copies: those that the next step must make before its writes. Until it takes them their sources keep an owner more, so
+    that they are not given away.
     """
 
     def __init__(self, spec: CacheSpec, *, enable_prefix_caching: bool = True):
@@ -21,6 +34,8 @@ class KVCacheManager:
         self.pool = BlockPool(spec.num_blocks)
         self.prefix_cache = PrefixCache(spec.block_size)
         self.enable_prefix_caching = enable_prefix_caching
+        self.copies: list[BlockCopy] = []
+        self._num_copied: Counter[Block] = Counter()  # how often each block is a source of these
 
     @property
     def usage(self) -> float:
@@ -29,6 +44,10 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_for_fork(self, fork: Fork) -> int:
+        """The blocks that a fork needs for itself, to hold all its present tokens and write the next."""
+        return self.num_blocks_for(fork.child.num_tokens) - fork.num_tokens // self.block_size
 
     def match_prefix(self, seq: Sequence) -> list[Block]:
         """The cached blocks that seq can start from; never all of it, for its last token must be computed."""
@@ -57,18 +76,50 @@ class KVCacheManager:
         return self.allocate_slots(seq, num_new_tokens)
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> list[Block] | None:
-        """Blocks for the next num_new_tokens tokens after the computed ones; None, and nothing taken, if too few are free."""
+        """Blocks for the next num_new_tokens tokens after the computed ones; None, and nothing taken, if too few are free.
+
+        Where the first of these tokens would write a block that others hold too, seq gets a copy of it, the first of the
+        blocks returned. The last one to hold it writes in place.
+        """
         blocks = seq.block_table.blocks
-        num_missing = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size) - len(blocks)
-        if num_missing <= 0:
+        num_missing = max(0, -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size) - len(blocks))
+        first = seq.num_computed_tokens // self.block_size
+        is_shared = first < len(blocks) and blocks[first].ref_count - self._num_copied[blocks[first]] > 1
+        if num_missing + is_shared == 0:
             return []
-        if num_missing > self.pool.num_free:
+        if num_missing + is_shared > self.pool.num_free:
             return None
-        new = [self.pool.pop_free() for _ in range(num_missing)]
+        new = [self.pool.pop_free() for _ in range(num_missing + is_shared)]
         for block in new:
             self.prefix_cache.evict(block)
-        blocks.extend(new)
+        if is_shared:
+            self.copies.append(BlockCopy(seq, first, source=blocks[first], destination=new[0]))
+            self._num_copied[blocks[first]] += 1
+            blocks[first] = new[0]
+        blocks.extend(new[is_shared:])
         return new
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Lets a child that holds no blocks share the KV of its first num_tokens tokens, which are the parent's too.
+
+        These are all that the parent has computed, or fill whole blocks: the last block that a sequence has begun to
+        fill is then not full for anybody, and so never cached.
+        """
+        assert not child.block_table.blocks, f"{child} already holds blocks"
+        is_whole = num_tokens % self.block_size == 0
+        assert num_tokens == parent.num_computed_tokens or (is_whole and num_tokens < parent.num_computed_tokens)
+        shared = parent.block_table.blocks[: self.num_blocks_for(num_tokens)]
+        for block in shared:
+            self.pool.acquire(block)
+        child.block_table.blocks.extend(shared)
+        child.num_computed_tokens = num_tokens
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies to make since the last call: no source is a destination, and no destination comes twice."""
+        copies, self.copies = self.copies, []
+        self._num_copied.clear()
+        self.pool.release([copy.source for copy in copies])
+        return copies
 
     def cache_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
         """Makes the blocks that became full when tokens [start, end) were computed findable by other sequences.
@@ -89,6 +140,11 @@ class KVCacheManager:
         self.pool.release(seq.block_table.blocks[::-1])
         seq.block_table.blocks.clear()
         seq.num_computed_tokens = 0
+        dropped = [copy.source for copy in self.copies if copy.seq is seq]
+        if dropped:
+            self.copies = [copy for copy in self.copies if copy.seq is not seq]
+            self._num_copied.subtract(dropped)
+            self.pool.release(dropped)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content; blocks in use stay with their owners."""
@@ -101,6 +157,9 @@ class KVCacheManager:
         assert len(queue) == self.pool.num_free, (len(queue), self.pool.num_free)
         assert self.pool.num_free + self.pool.num_used == self.spec.num_blocks - 1
         owners = Counter(block.block_id for seq in sequences for block in seq.block_table.blocks)
+        owners += Counter(copy.source.block_id for copy in self.copies)
+        written = {copy.destination for copy in self.copies}
+        assert len(written) == len(self.copies) and written.isdisjoint(copy.source for copy in self.copies), self.copies
         free_ids = {block.block_id for block in queue}
         assert len(free_ids) == len(queue), "a block is queued twice"
         for block in self.pool.blocks[1:]:
@@ -114,6 +173,6 @@ class KVCacheManager:
         for seq in sequences:
             num_slots = len(seq.block_table) * self.block_size
             assert seq.num_computed_tokens <= num_slots, f"{seq} has KV outside its blocks"
-            # Writing happens at num_computed_tokens and after: that block must not be shared.
+            # Writing happens at num_computed_tokens and after: what is there may be shared until then, but not found.
             for block in seq.block_table.blocks[seq.num_computed_tokens // self.block_size :]:
-                assert block.ref_count == 1, f"{seq} would write the shared {block}"
+                assert block.block_hash is None, f"{seq} would write {block}, which others may find"

@@ -3,33 +3,14 @@
 import logging
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import Sequence, SequenceStatus
+from jpaged.sequence_group import ForksToCome
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step's plan. The order of num_scheduled_tokens is the order of the batch: single-token rows come first."""
-
-    num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
-    starts: list[int] = field(default_factory=list)  # the first position computed of each, in the same order
-    sampled: list[Sequence] = field(default_factory=list)  # those whose next token this step yields, in batch order
-    limits: list[int] = field(default_factory=list)  # how many tokens it yields of each: several where it decodes on
-    num_decodes: int = 0
-    admitted: list[Sequence] = field(default_factory=list)  # have a new row and a new block table
-    num_preempted: int = 0
-    num_new_prompt_tokens: int = 0  # of the requests that this step starts for the first time
-    num_prefix_queries: int = 0  # tokens looked up in the prefix cache by the admitted
-    num_prefix_hits: int = 0  # and found
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
 
 
 class Scheduler:
@@ -37,7 +18,9 @@ class Scheduler:
 
     Running sequences come before waiting ones, and decodes before prefill chunks, so that one long prompt never stops
     the others' tokens. When blocks run out the newest running sequence is preempted: its blocks are freed and it is
-    recomputed later, first in the queue. The oldest one therefore always makes progress.
+    recomputed later, first in the queue. The oldest one therefore always makes progress. The sequences of a group come
+    and go together: the first of them is admitted when there is room for all, and the others fork from it as soon as it
+    has computed what they share (`SequenceGroup.plan_forks`).
 
     `schedule` may be called again before the step that it planned has run: what a step will have computed and sampled
     counts as done from then on, and `update` takes the results in the order of the plans. A sequence that turns out to
@@ -55,6 +38,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
         self.in_flight: deque[SchedulerOutput] = deque()  # planned, result not yet seen
+        self.forks = ForksToCome()  # of the groups that run
         self._free_rows = list(range(self.max_num_seqs))[::-1]
 
     @property
@@ -63,7 +47,7 @@ class Scheduler:
 
     @property
     def sequences(self) -> Iterable[Sequence]:
-        return [*self.running, *self.waiting]
+        return [*self.running, *self.forks.children, *self.waiting]
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -80,14 +64,20 @@ class Scheduler:
                 continue
             num_missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens
             num_tokens = min(num_missing, budget)
-            has_room = num_missing == 1 and seq.num_computed_tokens < len(seq.block_table.blocks) * block_size
+            blocks = seq.block_table.blocks
+            has_room = (
+                num_missing == 1
+                and seq.num_computed_tokens < len(blocks) * block_size
+                and blocks[-1].ref_count == 1  # where it is not, it may be that which the token is written to
+            )
             if not has_room:
                 has_room = self._make_room(seq, num_tokens, plan)
                 if has_room is None:
                     return None
             if has_room:
+                # a decode behind longer rows, as a resumed group may have it, counts as one of them
+                plan.num_decodes += num_missing == 1 and plan.num_decodes == len(plan.num_scheduled_tokens)
                 plan.num_scheduled_tokens[seq] = num_tokens
-                plan.num_decodes += num_missing == 1
                 budget -= num_tokens
         if not plan.num_preempted:
             self._admit_waiting(budget, plan)
@@ -110,12 +100,23 @@ class Scheduler:
                 sampled.append(seq)
                 limits.append(limit)
             seq.num_computed_tokens = end
+        for fork in self.forks.take_ready():
+            parent, child, num_tokens = fork
+            self.kv.fork(parent, child, num_tokens)
+            self._start(child, plan, self.running.index(parent) + 1)
+            child.num_cached_tokens = parent.num_cached_tokens
+            if fork.is_whole:
+                child.num_pending = 1
+                plan.sample_fork(fork)
+        if self.kv.copies:
+            plan.copies = self.kv.take_copies()
         self.in_flight.append(plan)
 
     def _num_decodes_in_a_row(self, plan: SchedulerOutput) -> int:
         """How often the device may decode before the host is asked: more than once only where everyone decodes, nobody
         waits to come in, every sequence is judged by its tokens alone, and there are blocks for all of it."""
-        if self.num_scheduler_steps == 1 or self.waiting or plan.num_decodes < len(plan.num_scheduled_tokens):
+        is_alone = not self.waiting and not self.forks and plan.num_decodes == len(plan.num_scheduled_tokens)
+        if self.num_scheduler_steps == 1 or not is_alone:
             return 1
         most = min(self.num_scheduler_steps, max(seq.num_tokens_left for seq in plan.num_scheduled_tokens))
         for seq in plan.num_scheduled_tokens:
@@ -168,14 +169,15 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
             self._release(seq)
+        elif seq in self.forks.children:
+            self.forks.drop([seq])
         else:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
 
     def preempt_all(self) -> None:
-        """Sends every running sequence back to be recomputed, in order, and drops the steps in flight: the pool's
-        content is lost."""
+        """Sends all back to be recomputed, in order, and drops the steps in flight: the pool's content is lost."""
         self.in_flight.clear()
         while self.running:
             self._preempt(self.running[-1])
@@ -189,42 +191,62 @@ class Scheduler:
             if self.in_flight:
                 return None
             victim = self.running[-1]
-            assert victim not in plan.num_scheduled_tokens, f"{victim} is newer than {seq}, but was scheduled before it"
-            self._preempt(victim)
+            is_own = victim is seq or (seq.group is not None and victim.group is seq.group)
+            assert is_own or victim not in plan.num_scheduled_tokens, (
+                f"{victim} is newer than {seq}, but came before it"
+            )
+            self._preempt(victim, plan)
             self._warn_of_preemption(victim)
             plan.num_preempted += 1
-            if victim is seq:
+            if is_own:
                 return False
         return True
 
     def _admit_waiting(self, budget: int, plan: SchedulerOutput) -> None:
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget and not self.forks.keep_busy_after(plan.num_scheduled_tokens):
             seq = self.waiting[0]
+            forks = [] if seq.group is None else seq.group.plan_forks(self.kv.block_size)
+            if len(self.running) + len(self.forks) + 1 + len(forks) > self.max_num_seqs:
+                return
             matched = self.kv.match_prefix(seq)
             num_matched = len(matched) * self.kv.block_size
             num_tokens = min(seq.num_tokens - num_matched, budget)
             if num_matched + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
                 return
-            if self.kv.admit(seq, matched, num_tokens, reserve=len(self.running)) is None:
+            reserve = len(self.running) + sum(self.kv.num_blocks_for_fork(fork) for fork in forks)
+            if self.kv.admit(seq, matched, num_tokens, reserve=reserve) is None:
                 return
-            self.waiting.popleft()
-            self.running.append(seq)
-            seq.status = SequenceStatus.RUNNING
-            seq.row = self._free_rows.pop()
+            for _ in range(1 + len(forks)):
+                self.waiting.popleft()
+            self.forks.add(forks)
+            self._start(seq, plan, len(self.running))
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = num_matched
                 plan.num_new_prompt_tokens += seq.num_prompt_tokens
             plan.num_scheduled_tokens[seq] = num_tokens
-            plan.admitted.append(seq)
             plan.num_prefix_queries += seq.num_tokens
             plan.num_prefix_hits += num_matched
             budget -= num_tokens
 
-    def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._release(seq)
-        seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
+    def _start(self, seq: Sequence, plan: SchedulerOutput, place: int) -> None:
+        """Gives a row, and a place in the order, to a sequence that holds its first blocks."""
+        self.running.insert(place, seq)
+        seq.status = SequenceStatus.RUNNING
+        seq.row = self._free_rows.pop()
+        plan.admitted.append(seq)
+
+    def _preempt(self, seq: Sequence, plan: SchedulerOutput | None = None) -> None:
+        """Sends a sequence, and with it all of its group, back to the head of the queue, and out of the plan."""
+        group = [seq] if seq.group is None else seq.group.unfinished
+        self.forks.drop(group)
+        for member in reversed(group):
+            if member.status is SequenceStatus.RUNNING:
+                self.running.remove(member)
+                self._release(member)
+                if plan is not None:
+                    plan.drop(member)
+            member.status = SequenceStatus.WAITING
+            self.waiting.appendleft(member)
 
     def _release(self, seq: Sequence) -> None:
         self.kv.free(seq)
@@ -237,7 +259,5 @@ class Scheduler:
         logger.warning(
             "request %s is preempted and will be recomputed: the KV pool's %d blocks are all in use (%d preemptions so "
             "far). Raise kv_cache_memory_bytes, or lower max_num_seqs or max_num_batched_tokens.",
-            seq.request_id,
-            self.kv.spec.num_usable_blocks,
-            self.num_preemptions,
+            *(seq.request_id, self.kv.spec.num_usable_blocks, self.num_preemptions),
         )

@@ -1,5 +1,6 @@
 """Sequence: one request's tokens and where their KV is."""
 
+from copy import copy
 from enum import Enum, auto
 
 from jpaged.block_table import BlockTable
@@ -25,13 +26,14 @@ class Sequence:
     """The tokens of a request, prompt first, and the state that the scheduler keeps of it.
 
     num_computed_tokens: tokens whose KV is in the pool, or will be when the steps in flight have run. num_pending:
-    tokens after token_ids that a step in flight samples; only the device knows them yet. row: the sequence's place in the batch builder's arrays while
-    it runs. seed: 64 bits that, with the position, decide every draw. max_tokens: output tokens allowed, already cut to
-    the context.
+    tokens after token_ids that a step in flight samples; only the device knows them yet. row: the sequence's place in
+    the batch builder's arrays while it runs. index: which of its request's samples it is. group: the `SequenceGroup` of
+    a request that has several. seed: 64 bits that, with index and position, decide every draw. max_tokens: output
+    tokens allowed, already cut to the context.
     """
 
     __slots__ = (
-        "request_id", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens",
+        "request_id", "index", "group", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens",
         "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens", "stop_token_ids",
         "finish_reason", "stop_reason",
     )  # fmt: skip
@@ -47,6 +49,8 @@ class Sequence:
         eos_token_ids: frozenset[int] = frozenset(),
     ):
         self.request_id = request_id
+        self.index = 0
+        self.group = None
         self.params = params
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -89,6 +93,16 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def fork(self, index: int) -> "Sequence":
+        """Another sample of the same request, with the same tokens so far; it waits, and holds no blocks."""
+        child = copy(self)
+        child.index = index
+        child.token_ids = list(self.token_ids)
+        child.block_hashes = list(self.block_hashes)
+        child.num_computed_tokens = child.num_pending = 0
+        child.block_table, child.row, child.status = BlockTable(), None, SequenceStatus.WAITING
+        return child
 
     def append(self, token_id: int) -> str | None:
         """Adds a sampled token; returns the finish reason that it causes, and sets stop_reason."""

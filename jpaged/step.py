@@ -21,6 +21,7 @@ from jpaged.packing import Packing
 from jpaged.sampler import sample
 from jpaged.sampling_batch import Sampled
 from jpaged.step_input import StepInput, forward_batch, max_sequences, next_decode, sampled_positions
+from models.block_copies import copy_kv_blocks
 from models.config import ModelConfig
 from models.layers import MODEL_AXIS
 from models.registry import model_class
@@ -29,9 +30,11 @@ from pallas_kernels import PoolLayout, make_pool, pool_struct
 
 
 def step(
-    graphdef, treedef, packing: Packing, max_logprobs: int, max_decodes: int, leaves, state: DeviceState, buffer
+    graphdef, treedef, copy, packing: Packing, max_logprobs: int, max_decodes: int, leaves, state: DeviceState, buffer
 ) -> tuple[DeviceState, Sampled]:
     """(weights, state, host's input) -> (state, tokens): the whole of what the device does.
+
+    copy: `copy_kv_blocks` of this model and mesh.
 
     Where max_decodes is over 1 the step goes on decoding as long as the host says and somebody has not stopped.
     """
@@ -48,7 +51,8 @@ def step(
         newest = state.rows.newest_tokens.at[host.sampled_rows].set(sampled.token_ids)
         return DeviceState(pools, replace(state.rows, newest_tokens=newest)), sampled
 
-    state, first = compute(host, replace(state, rows=rows))
+    pools = copy(state.pools, host.block_copies)
+    state, first = compute(host, DeviceState(pools, rows))
     if max_decodes == 1:
         return state, first
     stop_ids = state.rows.sampling.stop_ids[host.sampled_rows]
@@ -131,7 +135,10 @@ class StepFunction:
 
     def jitted(self, bucket: tuple[int, int]):
         """The step of one bucket."""
-        static = self.graphdef, self.treedef, self.packing(bucket), self.config.max_logprobs, self.max_decodes(bucket)
+        copy = partial(copy_kv_blocks, num_layers=self.model.num_layers, mesh=self.mesh, layout=self.layout)
+        static = (
+            self.graphdef, self.treedef, copy, self.packing(bucket), self.config.max_logprobs, self.max_decodes(bucket)
+        )  # fmt: skip
         return jax.jit(partial(step, *static), donate_argnums=1, out_shardings=(self.state_shardings, self._replicated))
 
     def state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:

@@ -38,6 +38,7 @@ class StepInput:
     sampled_rows: Int[AnyArray, "R"]
     limits: Int[AnyArray, "R"]  # how many tokens each may yield, where a step is several decodes
     table_updates: Int[AnyArray, "T 3"]  # (row, column, block id)
+    block_copies: Int[AnyArray, "S 2"]  # (source, destination), to be made before anything is written; 0, 0 for none
 
     @classmethod
     @cache
@@ -49,7 +50,8 @@ class StepInput:
             "logits_indices": num_sampled, "sampled_rows": num_sampled, "limits": num_sampled, "token_ids": num_tokens,
         }  # fmt: skip
         flat = {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in sizes.items()}
-        return Packing(cls(**flat, table_updates=jax.ShapeDtypeStruct((num_tokens, 3), np.int32)))
+        pairs = {"table_updates": (num_tokens, 3), "block_copies": (num_seqs, 2)}
+        return Packing(cls(**flat, **{name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in pairs.items()}))
 
     def make_neutral(self, max_num_seqs: int, max_blocks: int) -> None:
         """Makes host arrays of zeros a step of padding alone."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jpaged.batch import HostStep
 from jpaged.errors import KernelCheckFailed
 from jpaged.model_runner import ModelRunner, PendingResult, StepResult
-from jpaged.scheduler import SchedulerOutput
+from jpaged.scheduler_output import SchedulerOutput
 
 
 class StepFailed(Exception):

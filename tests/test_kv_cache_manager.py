@@ -1,16 +1,24 @@
 """KVCacheManager: whatever requests do, every token's KV is where its table says, and nobody overwrites what others share.
 
-The walk keeps a model of the pool's content: slot -> the tokens up to and with the one whose KV was written there. Equal
+The walk is a state machine over (admit, append, fork, write, free, evict, match) beside a model in dictionaries. It keeps a model of the pool's content: slot -> the tokens up to and with the one whose KV was written there. Equal
 entries mean equal KV, so a slot is right exactly where its entry is the sequence's own prefix.
 """
 
 import hashlib
 from array import array
+from collections import Counter
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from jpaged.config import CacheSpec
 from jpaged.kv_cache_manager import KVCacheManager
@@ -62,8 +70,24 @@ class PoolWalk(RuleBasedStateMachine):
         """The whole prefixes that blocks of the cache hold, by content."""
         return {self.content[block.block_id * SIZE + SIZE - 1] for block in self.manager.prefix_cache.blocks.values()}
 
+    def copy_blocks(self):
+        """The device's first part of a step."""
+        copies = self.manager.take_copies()
+        held = {slot: tokens for slot, tokens in self.content.items()}
+        for copy in copies:
+            assert copy.seq.num_computed_tokens % SIZE, f"{copy.seq} copies a full block, or one that it does not write"
+            assert copy.seq.block_table.blocks[copy.index] is copy.destination
+            for offset in range(SIZE):
+                source, destination = copy.source.block_id * SIZE + offset, copy.destination.block_id * SIZE + offset
+                self.content[destination] = held.get(source, ())
+        return copies
+
     def compute(self, seq, num_tokens):
         """The device's part of a step: reads all before, writes num_tokens."""
+        self.copy_blocks()
+        self.write(seq, num_tokens)
+
+    def write(self, seq, num_tokens):
         computed = seq.num_computed_tokens
         for position in range(computed):
             slot = seq.block_table.slot(position, SIZE)
@@ -123,6 +147,7 @@ class PoolWalk(RuleBasedStateMachine):
         seq = self.running[which % len(self.running)]
         num_tokens = min(most, seq.num_tokens - seq.num_computed_tokens)
         num_needed = -(-(seq.num_computed_tokens + num_tokens) // SIZE) - len(seq.block_table)
+        num_needed += any(block.ref_count > 1 for block in seq.block_table.blocks[seq.num_computed_tokens // SIZE :])
         num_free, before = len(self.free_ids()), snapshot(self.manager, self.sequences)
         got = self.manager.allocate_slots(seq, num_tokens)
         assert (got is not None) == (num_needed <= num_free)
@@ -134,10 +159,50 @@ class PoolWalk(RuleBasedStateMachine):
             return
         self.compute(seq, num_tokens)
         if seq.num_computed_tokens == seq.num_tokens:
-            if seq.num_tokens == 24:
+            if seq.num_tokens >= 24:
                 self.running.remove(seq)
                 self.manager.free(seq)
             else:
+                seq.append(token)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99), at=st.integers(0, 99), token=st.integers(0, 1))
+    def fork(self, which, at, token):
+        """A child goes on from all that its parent has computed, or from some of its full blocks."""
+        parent = self.running[which % len(self.running)]
+        points = [*range(0, parent.num_computed_tokens, SIZE), parent.num_computed_tokens]
+        num_tokens = points[-1] if at % 2 else points[at % len(points)]
+        child = parent.fork(1)
+        child.token_ids[num_tokens:] = [token]
+        del child.block_hashes[num_tokens // SIZE :]
+        num_free = len(self.free_ids())
+        self.manager.fork(parent, child, num_tokens)
+        assert len(self.free_ids()) == num_free, "a fork takes no block"
+        assert child.block_table.blocks == parent.block_table.blocks[: -(-num_tokens // SIZE)]
+        self.running.append(child)
+
+    @precondition(lambda self: self.running)
+    @rule(how_many=st.integers(2, 9), leaves=st.integers(0, 40), token=st.integers(0, 1))
+    def decode_together(self, how_many, leaves, token):
+        """One token each in one step, with all their copies at once; one that was planned may leave before it runs."""
+        sharing = Counter(block for seq in self.running for block in seq.block_table.blocks)
+        planned = []
+        for seq in self.running[-how_many:]:
+            if seq.num_computed_tokens == seq.num_tokens or seq.num_tokens > 30:
+                continue
+            if self.manager.allocate_slots(seq, 1) is not None:
+                planned.append(seq)
+        if leaves < len(planned):
+            gone = planned.pop(leaves)
+            self.running.remove(gone)
+            self.manager.free(gone)
+            self.manager.check_invariants(self.sequences)
+        copied = Counter(copy.source for copy in self.copy_blocks())
+        for block, times in copied.items():
+            assert times < sharing[block], f"the last to hold {block} copied it too"
+        for seq in planned:
+            self.write(seq, 1)
+            if seq.num_computed_tokens == seq.num_tokens:
                 seq.append(token)
 
     @precondition(lambda self: self.running)
@@ -185,10 +250,20 @@ class PoolWalk(RuleBasedStateMachine):
         assert self.manager.pool.num_free == self.manager.spec.num_usable_blocks
 
 
-PoolWalk.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=60, derandomize=True, deadline=None, database=None
-)
+def walk_settings(num_walks, num_steps=60):
+    return settings(
+        max_examples=num_walks, stateful_step_count=num_steps, derandomize=True, deadline=None, database=None
+    )
+
+
+PoolWalk.TestCase.settings = walk_settings(90)
 TestAnyWalkOfRequestsKeepsThePoolSound = PoolWalk.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_thousand_steps_keep_the_pool_sound():
+    run_state_machine_as_test(PoolWalk, settings=walk_settings(1700))
 
 
 def run_prompt(manager, tokens, name="a"):
@@ -297,11 +372,83 @@ def test_invariant_check_finds_damage(damage, message):
         manager.check_invariants([seq])
 
 
-def test_invariant_check_finds_a_sequence_about_to_write_a_shared_block():
+def fork(manager, parent, tokens):
+    child = parent.fork(1)
+    child.token_ids += tokens
+    manager.fork(parent, child, parent.num_computed_tokens)
+    return child
+
+
+def test_the_first_write_into_a_shared_block_copies_it_once_and_the_last_owner_writes_in_place():
+    manager = make_manager(20)
+    parent, _ = run_prompt(manager, [1] * 6)
+    children = [fork(manager, parent, [token]) for token in (2, 3)]
+    shared = parent.block_table.blocks[1]
+    assert shared.ref_count == 3 and manager.pool.num_used == 2
+    parent.append(4)
+    for seq in (parent, children[0]):
+        (new,) = manager.allocate_slots(seq, 1)
+        assert seq.block_table.blocks[1] is new and manager.allocate_slots(seq, 1) == []
+    assert manager.allocate_slots(children[1], 1) == [] and children[1].block_table.blocks[1] is shared
+    assert [(copy.source, copy.seq) for copy in manager.take_copies()] == [(shared, parent), (shared, children[0])]
+    assert manager.take_copies() == [] and manager.pool.num_used == 4
+    assert parent.block_table.blocks[0].ref_count == 3
+
+
+def test_full_blocks_are_shared_and_never_copied():
+    manager = make_manager(20)
+    parent, _ = run_prompt(manager, [1] * 8)
+    child = fork(manager, parent, [2])
+    assert len(manager.allocate_slots(child, 1)) == 1
+    assert manager.take_copies() == [] and child.block_table.block_ids()[:2] == parent.block_table.block_ids()
+
+
+def test_a_copy_for_which_there_is_no_block_is_not_begun():
+    manager = make_manager(3)
+    parent, _ = run_prompt(manager, [1] * 6)
+    child = fork(manager, parent, [2])
+    before = snapshot(manager, [parent, child])
+    assert manager.allocate_slots(child, 1) is None
+    assert snapshot(manager, [parent, child]) == before and manager.take_copies() == []
+
+
+def test_the_source_of_a_copy_to_come_is_not_given_away():
+    """Also where all that held it are gone by then."""
+    manager = make_manager(4)
+    parent, _ = run_prompt(manager, [1] * 6)
+    child = fork(manager, parent, [2])
+    shared = parent.block_table.blocks[1]
+    assert len(manager.allocate_slots(child, 1)) == 1
+    manager.free(parent)
+    manager.check_invariants([child])
+    other = make_sequence([7] * 9, "b")
+    assert manager.allocate_slots(other, 1) is None
+    assert [copy.source for copy in manager.take_copies()] == [shared]
+    assert manager.allocate_slots(other, 1) == [shared]
+
+
+def test_a_copy_to_come_goes_with_its_sequence():
+    manager = make_manager(6)
+    parent, _ = run_prompt(manager, [1] * 6)
+    child = fork(manager, parent, [2])
+    manager.allocate_slots(child, 1)
+    manager.free(child)
+    manager.check_invariants([parent])
+    assert manager.take_copies() == [] and parent.block_table.blocks[1].ref_count == 1
+
+
+def test_a_fork_in_the_middle_of_a_block_is_refused():
+    manager = make_manager(20)
+    parent, _ = run_prompt(manager, [1] * 7)
+    with pytest.raises(AssertionError):
+        manager.fork(parent, parent.fork(1), 6)
+
+
+def test_invariant_check_finds_a_sequence_about_to_write_a_cached_block():
     manager = make_manager(12)
     first, _ = run_prompt(manager, [1] * 9)
     second, _ = run_prompt(manager, [1] * 9)
     manager.check_invariants([first, second])
     second.num_computed_tokens = 7
-    with pytest.raises(AssertionError, match="would write the shared"):
+    with pytest.raises(AssertionError, match="would write"):
         manager.check_invariants([first, second])

@@ -1,0 +1,43 @@
+"""SchedulerOutput: one step's plan."""
+
+from dataclasses import dataclass, field
+
+from jpaged.kv_cache_manager import BlockCopy
+from jpaged.sequence import Sequence
+from jpaged.sequence_group import Fork
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """The order of num_scheduled_tokens is the order of the batch: single-token rows come first."""
+
+    num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)  # the first position computed of each, in the same order
+    sampled: list[Sequence] = field(default_factory=list)  # those whose next token this step yields, in batch order
+    forks: list[Fork] = field(
+        default_factory=list
+    )  # children that sample from their parents' hidden states: they end sampled
+    copies: list[BlockCopy] = field(default_factory=list)  # to be made before the step writes
+    limits: list[int] = field(default_factory=list)  # how many tokens it yields of each: several where it decodes on
+    num_decodes: int = 0
+    admitted: list[Sequence] = field(default_factory=list)  # have a new row and a new block table
+    num_preempted: int = 0
+    num_new_prompt_tokens: int = 0  # of the requests that this step starts for the first time
+    num_prefix_queries: int = 0  # tokens looked up in the prefix cache by the admitted
+    num_prefix_hits: int = 0  # and found
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+    def sample_fork(self, fork: Fork) -> None:
+        """The child's next token comes from the parent's hidden state, like the parent's own."""
+        self.sampled.append(fork.child)
+        self.limits.append(1)
+        self.forks.append(fork)
+
+    def drop(self, seq: Sequence) -> None:
+        """Takes a sequence out of a plan that is still being made."""
+        if seq in self.num_scheduled_tokens:
+            self.num_decodes -= list(self.num_scheduled_tokens).index(seq) < self.num_decodes
+            del self.num_scheduled_tokens[seq]
