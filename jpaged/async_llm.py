@@ -47,8 +47,8 @@ class AsyncLLM:
         self.max_model_len = self._engine.max_model_len
         self.generation_defaults = self._engine.generation_defaults
         self.metrics = self._engine.metrics
-        self._inbox: queue.SimpleQueue[Callable[[], OutputDelta | None]] = queue.SimpleQueue()
-        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[OutputDelta]]] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], list[OutputDelta]]] = queue.SimpleQueue()
+        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[OutputDelta], int]] = {}
         self._stopping = False
         self._death: str | None = None
         gc.freeze()  # what was loaded stays for good: the collector need not walk it again and again
@@ -73,17 +73,17 @@ class AsyncLLM:
             raise ValueError(f"request id {request_id!r} is in use")
         self._check_queue()
         deltas: asyncio.Queue[OutputDelta] = asyncio.Queue()
-        self._streams[request_id] = asyncio.get_running_loop(), deltas
+        self._streams[request_id] = asyncio.get_running_loop(), deltas, params.n
         self._inbox.put(lambda: self._add(request_id, prompt_token_ids, params))
-        is_finished = False
+        num_open = params.n
         try:
-            while not is_finished:
+            while num_open:
                 delta = await deltas.get()
-                is_finished = delta.finish_reason is not None
+                num_open -= delta.finish_reason is not None
                 yield delta
         finally:
             del self._streams[request_id]
-            if not is_finished:
+            if num_open:
                 self.abort(request_id)
 
     async def generate(
@@ -92,7 +92,7 @@ class AsyncLLM:
         """As `stream`, but each item is the whole output so far (one object that grows)."""
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        builder = RequestOutputBuilder(request_id, text, ids)
+        builder = RequestOutputBuilder(request_id, text, ids, params.n)
         async for delta in self.stream(ids, params, request_id):
             yield builder.add(delta)
 
@@ -122,7 +122,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """Aborts what runs, and ends the engine thread and the compilation after what they have in hand."""
         self._stopping = True
-        self._inbox.put(lambda: None)
+        self._inbox.put(list)
         self._thread.join()
         self._engine.close()
 
@@ -135,12 +135,12 @@ class AsyncLLM:
         if limit is not None and num_waiting >= limit:
             raise QueueFullError(f"{num_waiting} requests are waiting; the limit is {limit}")
 
-    def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> OutputDelta | None:
+    def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> list[OutputDelta]:
         try:
             self._engine.add_request(request_id, prompt_token_ids, params)
         except ValueError as error:  # validated before, so this is a duplicate id that another loop put in first
-            return OutputDelta(request_id, "", [], finish_reason=FinishReason.ERROR, error=str(error))
-        return None
+            return _last_deltas(request_id, params.n, FinishReason.ERROR, str(error))
+        return []
 
     def _run(self) -> None:
         try:
@@ -158,9 +158,9 @@ class AsyncLLM:
         deltas = []
         wait = not self._engine.has_work
         while wait or not self._inbox.empty():
-            deltas.append(self._inbox.get()())
+            deltas += self._inbox.get()()
             wait = False
-        return [delta for delta in deltas if delta is not None]
+        return deltas
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         """Wakes each event loop once, with all that is for it."""
@@ -177,10 +177,18 @@ class AsyncLLM:
         error = reason if finish_reason == FinishReason.ERROR else None
         self._deliver(
             [
-                OutputDelta(request_id, "", [], finish_reason=finish_reason, error=error)
-                for request_id in list(self._streams)
+                delta
+                for request_id, (_, _, n) in list(self._streams.items())
+                for delta in _last_deltas(request_id, n, finish_reason, error)
             ]
         )
+
+
+def _last_deltas(request_id: str, n: int, finish_reason: str, error: str | None) -> list[OutputDelta]:
+    """Those of a request whose samples end without a token more."""
+    return [
+        OutputDelta(request_id, "", [], finish_reason=finish_reason, error=error, index=index) for index in range(n)
+    ]
 
 
 def _put_all(batch: list[tuple[asyncio.Queue, OutputDelta]]) -> None:

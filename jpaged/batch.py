@@ -47,7 +47,7 @@ class BatchBuilder:
         for seq in plan.admitted:
             self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
             self.num_blocks[seq.row] = len(seq.block_table)
-            self.wants_logprobs[seq.row] = seq.params.logprobs is not None
+            self.wants_logprobs[seq.row] = seq.params.needs_logprobs
         self.token_ids[rows, known - 1] = np.fromiter((s.token_ids[-1] for s in seqs), np.int32, len(seqs))
         is_pending = starts >= known
         self.token_ids[rows[is_pending], starts[is_pending]] = -1 - rows[is_pending]
@@ -109,5 +109,5 @@ class BatchBuilder:
                 load.row_ids[i] = seq.row
                 load.block_tables[i, : len(seq.block_table)] = seq.block_table.block_ids()
                 min_length = seq.num_prompt_tokens + seq.params.min_tokens
-                load.sampling.set_row(i, seq.params, seq.seed, seq.stop_token_ids, min_length)
+                load.sampling.set_row(i, seq.params, seq.seed, seq.stop_token_ids, min_length, seq.index)
         return buffers

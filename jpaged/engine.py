@@ -17,6 +17,7 @@ from jpaged.request_check import RequestCheck
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import FinishReason, Sequence
+from jpaged.sequence_group import SequenceGroup
 from jpaged.steps_in_flight import StepFailed, StepInFlight, StepsInFlight
 from jpaged.tokenizer import Tokenizer
 from models.weights import Checkpoint, open_checkpoint, recommended_sampling, resolve_model
@@ -62,6 +63,8 @@ class LLMEngine:
             max_position=self.model_config.max_position,
             num_usable_tokens=self.spec.num_usable_tokens,
             max_logprobs=config.max_logprobs,
+            block_size=self.spec.block_size,
+            max_num_seqs=config.max_num_seqs,
         )
         self.kv = KVCacheManager(self.spec, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
@@ -85,7 +88,6 @@ class LLMEngine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         *,
-        prompt: str | None = None,
         arrival_time: float | None = None,
     ) -> RequestMetrics:
         """Queues a request; returns its times, which are filled in as they come.
@@ -100,23 +102,23 @@ class LLMEngine:
             prompt_token_ids,
             params,
             seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
-            max_tokens=params.max_tokens or self.max_model_len - len(prompt_token_ids),
+            max_tokens=self.validate.max_tokens(len(prompt_token_ids), params),
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
-        self.requests[request_id] = RequestState(seq, self.tokenizer, prompt, arrival_time or time.monotonic())
-        self.scheduler.add(seq)
+        seqs = SequenceGroup(seq, params.num_samples).sequences if params.num_samples > 1 else [seq]
+        self.requests[request_id] = RequestState(seqs, self.tokenizer, arrival_time or time.monotonic())
+        for seq in seqs:
+            self.scheduler.add(seq)
         return self.requests[request_id].metrics
 
-    def abort(self, request_id: str) -> OutputDelta | None:
-        """Ends a request and frees its blocks at once; None where it is unknown or has ended."""
+    def abort(self, request_id: str) -> list[OutputDelta]:
+        """Ends a request and frees its blocks at once; returns its last deltas, none where it is unknown or has ended."""
         state = self.requests.get(request_id)
         if state is None:
-            return None
-        self.scheduler.finish(state.seq, FinishReason.ABORT)
-        delta = state.give_up(FinishReason.ABORT)
-        self._close(state)
+            return []
+        deltas = self._give_up(state, FinishReason.ABORT)
         self.metrics.set_levels(len(self.scheduler.running), len(self.scheduler.waiting), self.kv.usage)
-        return delta
+        return deltas
 
     def step(self) -> list[OutputDelta]:
         """Starts the next step, then returns what the oldest step in flight added to each request.
@@ -171,26 +173,39 @@ class LLMEngine:
         gaps = Counter()  # most rows of a step waited equally long
         for row, seq, token_ids in appended:
             state = self.requests[seq.request_id]
-            if state.metrics.first_token_time is None:
+            sample = state.samples[seq.index]
+            if sample.last_token_time is not None:
+                gaps[(now - sample.last_token_time) / len(token_ids)] += len(token_ids)
+            elif state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
-            else:
-                gaps[(now - state.last_token_time) / len(token_ids)] += len(token_ids)
-            state.last_token_time = now
-            delta = state.advance(token_ids, token_logprobs(seq.params, token_ids[0], result, row, self.tokenizer))
-            deltas.append(delta)
+            sample.last_token_time = now
+            if seq.params.is_ranked:
+                sample.cumulative_logprob += float(result.logprobs.logprobs[row])
+            delta = sample.advance(token_ids, token_logprobs(seq.params, token_ids[0], result, row, self.tokenizer))
             if delta.finish_reason is not None:
                 self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler has ended it
                 seq.finish_reason, seq.stop_reason = delta.finish_reason, delta.stop_reason
+            deltas += state.deliver(delta)
+            if state.num_open == 0:
                 self._close(state)
         for gap, num_tokens in gaps.items():
             self.metrics.on_inter_token_latency(gap, num_tokens)
         return deltas
 
+    def _give_up(self, state: RequestState, reason: str, error: str | None = None) -> list[OutputDelta]:
+        """Ends a request's samples as they are."""
+        for sample in state.samples:
+            self.scheduler.finish(sample.seq, reason)
+        deltas = state.give_up(reason, error)
+        self._close(state)
+        return deltas
+
     def _close(self, state: RequestState) -> None:
-        seq = state.seq
-        del self.requests[seq.request_id]
+        seqs = [sample.seq for sample in state.samples]
+        del self.requests[seqs[0].request_id]
         state.metrics.finished_time = time.monotonic()
-        self.metrics.on_finished(state.metrics, seq.num_prompt_tokens, seq.num_output_tokens, seq.finish_reason)
+        num_generated = sum(seq.num_output_tokens for seq in seqs)
+        self.metrics.on_finished(state.metrics, seqs[0].num_prompt_tokens, num_generated, seqs[-1].finish_reason)
 
     def _recover(self, failure: StepFailed) -> list[OutputDelta]:
         """A failed step may have consumed the donated pool: everyone is recomputed in a new one.
@@ -208,14 +223,9 @@ class LLMEngine:
         self.runner.reset_state()
         if self._num_failed_steps < 2 or newest is None:
             return []
-        state = self.requests[newest.request_id]
-        self.scheduler.finish(newest, FinishReason.ERROR)
         reason = str(error).strip() or type(error).__name__
-        delta = state.give_up(
-            FinishReason.ERROR, f"the engine failed to compute this request: {reason.splitlines()[0]}"
-        )
-        self._close(state)
-        return [delta]
+        why = f"the engine failed to compute this request: {reason.splitlines()[0]}"
+        return self._give_up(self.requests[newest.request_id], FinishReason.ERROR, why)
 
     def _record_step(self, step: StepInFlight, num_generated: int) -> None:
         plan = step.plan

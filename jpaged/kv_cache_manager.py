@@ -24,8 +24,8 @@ class KVCacheManager:
     """Joins the block pool, the sequences' block tables and the prefix cache.
 
     Running out of blocks is a return value, never an exception. After a None nothing has changed.
-    copies: those that the next step must make before its writes. Until it takes them their sources keep an owner more, so
-    that they are not given away.
+    copies: those that the next step must make before its writes. Until it takes them their sources keep an owner more,
+    so that they are not given away.
     """
 
     def __init__(self, spec: CacheSpec, *, enable_prefix_caching: bool = True):
@@ -78,8 +78,8 @@ class KVCacheManager:
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> list[Block] | None:
         """Blocks for the next num_new_tokens tokens after the computed ones; None, and nothing taken, if too few are free.
 
-        Where the first of these tokens would write a block that others hold too, seq gets a copy of it, the first of the
-        blocks returned. The last one to hold it writes in place.
+        Where the first of these tokens would write a block that others hold too, seq gets a copy of it, the first of
+        the blocks returned. The last one to hold it writes in place.
         """
         blocks = seq.block_table.blocks
         num_missing = max(0, -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size) - len(blocks))

@@ -111,8 +111,8 @@ class LLM:
         builders = {}
         for text, prompt_ids, one in zip(texts, ids, params):
             request_id = str(next(self._request_numbers))
-            builders[request_id] = RequestOutputBuilder(request_id, text, prompt_ids)
-            builders[request_id].output.metrics = self.engine.add_request(request_id, prompt_ids, one, prompt=text)
+            builders[request_id] = RequestOutputBuilder(request_id, text, prompt_ids, one.n)
+            builders[request_id].output.metrics = self.engine.add_request(request_id, prompt_ids, one)
         try:
             self._drain(builders, use_tqdm)
         finally:

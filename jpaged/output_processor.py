@@ -2,25 +2,69 @@
 
 from jpaged.detokenizer import StopStringChecker
 from jpaged.model_runner import StepResult
-from jpaged.outputs import CompletionOutput, Logprob, OutputDelta, RequestMetrics, RequestOutput, TokenLogprobs
+from jpaged.outputs import (
+    CompletionOutput,
+    Logprob,
+    OutputDelta,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+    merge_deltas,
+)
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason, Sequence
 from jpaged.tokenizer import Tokenizer
 
 
 class RequestState:
-    """A request's text so far, and the times of its life."""
+    """A request's samples, and the times of its life."""
 
-    __slots__ = ("seq", "prompt", "detokenizer", "stop_checker", "metrics", "last_token_time")
+    __slots__ = ("samples", "metrics", "num_open", "_held_back")
 
-    def __init__(self, seq: Sequence, tokenizer: Tokenizer, prompt: str | None, arrival_time: float):
+    def __init__(self, seqs: list[Sequence], tokenizer: Tokenizer, arrival_time: float):
+        self.samples = [SampleState(seq, tokenizer) for seq in seqs]
+        self.metrics = RequestMetrics(arrival_time)
+        self.num_open = len(seqs)  # samples that have not had their last delta
+        self._held_back: list[list[OutputDelta]] | None = [[] for _ in seqs] if seqs[0].params.is_ranked else None
+
+    def deliver(self, delta: OutputDelta) -> list[OutputDelta]:
+        """The deltas that may be given out now that this one is there; of ranked samples, only when all have ended."""
+        if delta.finish_reason is not None:
+            self.samples[delta.index].is_open = False
+            self.num_open -= 1
+        if self._held_back is None:
+            return [delta]
+        self._held_back[delta.index].append(delta)
+        return [] if self.num_open else self._best()
+
+    def give_up(self, reason: str, error: str | None = None) -> list[OutputDelta]:
+        """The last deltas of a request that ends without a token more. The caller ends the sequences."""
+        ended = [sample.give_up(reason, error) for sample in self.samples if sample.is_open]
+        return [out for delta in ended for out in self.deliver(delta)]
+
+    def _best(self) -> list[OutputDelta]:
+        params = self.samples[0].seq.params
+        ranked = sorted(self.samples, key=lambda sample: -sample.cumulative_logprob)[: params.n]
+        deltas = [merge_deltas(self._held_back[sample.seq.index]) for sample in ranked]
+        for rank, delta in enumerate(deltas):
+            delta.index = rank
+            delta.logprobs = None if params.logprobs is None else delta.logprobs
+        return deltas
+
+
+class SampleState:
+    """The text of one sample so far."""
+
+    __slots__ = ("seq", "detokenizer", "stop_checker", "last_token_time", "cumulative_logprob", "is_open")
+
+    def __init__(self, seq: Sequence, tokenizer: Tokenizer):
         params = seq.params
         self.seq = seq
-        self.prompt = prompt
         self.detokenizer = tokenizer.stream(params.skip_special_tokens, is_continuation=True)
         self.stop_checker = StopStringChecker(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
-        self.metrics = RequestMetrics(arrival_time)
-        self.last_token_time = arrival_time
+        self.last_token_time: float | None = None
+        self.cumulative_logprob = 0.0  # kept where samples are ranked by it
+        self.is_open = True
 
     def advance(self, token_ids: list[int], logprobs: TokenLogprobs | None) -> OutputDelta:
         """The delta of one more token, or of several where the request has neither stop strings nor log-probs.
@@ -40,17 +84,22 @@ class RequestState:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             num_cached_tokens=seq.num_cached_tokens or 0,
+            index=seq.index,
         )
         if checker.stop_string is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, checker.stop_string
         return delta
 
     def give_up(self, reason: str, error: str | None = None) -> OutputDelta:
-        """The last delta of a request that ends without a token."""
-        text = self.stop_checker.push(self.detokenizer.flush(), may_stop=False) + self.stop_checker.flush()
-        num_cached_tokens = self.seq.num_cached_tokens or 0
+        """The last delta of a sample that ends without a token."""
         return OutputDelta(
-            self.seq.request_id, text, [], finish_reason=reason, num_cached_tokens=num_cached_tokens, error=error
+            self.seq.request_id,
+            self.stop_checker.push(self.detokenizer.flush(), may_stop=False) + self.stop_checker.flush(),
+            [],
+            finish_reason=reason,
+            num_cached_tokens=self.seq.num_cached_tokens or 0,
+            error=error,
+            index=self.seq.index,
         )
 
 
@@ -73,9 +122,10 @@ def token_logprobs(
 class RequestOutputBuilder:
     """Joins a request's deltas into the RequestOutput that they add up to."""
 
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int]):
-        self.completion = CompletionOutput(index=0, text="", token_ids=[])
-        self.output = RequestOutput(request_id, prompt, prompt_token_ids, [self.completion])
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], n: int = 1):
+        completions = [CompletionOutput(index, text="", token_ids=[]) for index in range(n)]
+        self.output = RequestOutput(request_id, prompt, prompt_token_ids, completions)
+        self._num_open = n
 
     def add(self, delta: OutputDelta) -> RequestOutput:
         """The output so far: always the same object, grown in place.
@@ -84,7 +134,7 @@ class RequestOutputBuilder:
         """
         if delta.error is not None:
             raise RuntimeError(f"request {delta.request_id}: {delta.error}")
-        completion = self.completion
+        completion = self.output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids += delta.token_ids
         if delta.logprobs is not None:
@@ -93,5 +143,6 @@ class RequestOutputBuilder:
             completion.cumulative_logprob = sum(chosen, completion.cumulative_logprob or 0.0)
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
         self.output.num_cached_tokens = delta.num_cached_tokens
-        self.output.finished = delta.finish_reason is not None
+        self._num_open -= delta.finish_reason is not None
+        self.output.finished = self._num_open == 0
         return self.output

@@ -1,6 +1,8 @@
 """What a request gives back: deltas while it runs, one RequestOutput in the end."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What one step added to one request. The last delta of a request has a finish_reason.
+    """What one step added to one sample of a request. The last delta of each sample has a finish_reason.
 
     text may lag behind token_ids: an unfinished UTF-8 character, or what may be the head of a stop string, is held back.
     error is set, with finish_reason "error", when the engine had to give the request up.
@@ -32,11 +34,24 @@ class OutputDelta:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     num_cached_tokens: int = 0
     error: str | None = None
+    index: int = 0  # of the sample
+
+
+def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """All the deltas of one sample as one."""
+    last = deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=list(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=list(chain.from_iterable(delta.logprobs or () for delta in deltas)),
+        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+    )
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """The one generated continuation of a request."""
+    """One generated continuation of a request."""
 
     index: int
     text: str

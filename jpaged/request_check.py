@@ -14,6 +14,8 @@ class RequestCheck:
     max_position: int
     num_usable_tokens: int
     max_logprobs: int
+    block_size: int
+    max_num_seqs: int
 
     def __call__(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError."""
@@ -39,3 +41,29 @@ class RequestCheck:
             )
         if params.logprobs is not None and params.logprobs > self.max_logprobs:
             raise ValueError(f"logprobs is {params.logprobs}; the limit is {self.max_logprobs} (max_logprobs)")
+        if params.num_samples > 1:
+            self._check_samples(num_prompt, params)
+
+    def max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        """What was asked for, or as much as the context and, where samples share it, the pool can hold."""
+        if params.max_tokens is not None:
+            return params.max_tokens
+        num_shared, num_blocks = num_prompt // self.block_size, self.num_usable_tokens // self.block_size
+        num_each = num_shared + (num_blocks - num_shared) // params.num_samples
+        return min(self.max_model_len - num_prompt, num_each * self.block_size - num_prompt + 1)
+
+    def _check_samples(self, num_prompt: int, params: SamplingParams) -> None:
+        """Several samples share the prompt's full blocks and may share nothing else."""
+        name = "n" if params.best_of is None else "best_of"
+        if params.num_samples > self.max_num_seqs:
+            raise ValueError(f"{name} is {params.num_samples}; the limit is {self.max_num_seqs} (max_num_seqs)")
+        max_tokens = max(self.max_tokens(num_prompt, params), params.min_tokens, 1)
+        num_shared = num_prompt // self.block_size
+        num_each = -(-(num_prompt + max_tokens - 1) // self.block_size) - num_shared
+        num_needed = num_shared + params.num_samples * num_each
+        num_blocks = self.num_usable_tokens // self.block_size
+        if num_needed > num_blocks:
+            raise ValueError(
+                f"{params.num_samples} samples ({name}) of {num_prompt} prompt tokens and {max_tokens} more need "
+                f"{num_needed} blocks of the KV pool; it has {num_blocks}"
+            )

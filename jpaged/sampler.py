@@ -25,7 +25,7 @@ def sample(
 ) -> Sampled:
     """Draws one token a row; positions are those that the tokens will have in their sequences.
 
-    A row's draw is a function of its logits, its seed and its position alone. Work that no row of the step needs is
+    A row's draw is a function of its logits, its seed, its sample's index and its position alone. Work that no row of the step needs is
     skipped by `lax.cond`, so a mix of requests never compiles anew.
     """
     must_go_on = positions < batch.min_length
@@ -59,18 +59,20 @@ def _draw(logits, batch: SamplingBatch, positions, greedy):
     scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
     threshold = _filter_threshold(scaled, batch)
     weights = jnp.where(_order(scaled) >= threshold[:, None], jnp.exp(scaled), 0.0)
-    drawn = _inverse_cdf(weights, _uniform(batch.seeds, positions))
+    drawn = _inverse_cdf(weights, _uniform(batch.seeds, batch.sample_index, positions))
     return jnp.where(is_random, drawn, greedy)
 
 
-def _uniform(seeds: UInt32[Array, "R 2"], positions: Int[Array, "R"]) -> Float[Array, "R"]:
-    """In [0, 1): a function of (seed, position); the sample's index, always 0 by now, is folded in before position."""
+def _uniform(
+    seeds: UInt32[Array, "R 2"], sample_index: Int[Array, "R"], positions: Int[Array, "R"]
+) -> Float[Array, "R"]:
+    """In [0, 1): a function of (seed, the sample's index, position)."""
 
-    def one(seed, position):
+    def one(seed, index, position):
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 0), position))
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, index), position))
 
-    return jax.vmap(one)(seeds, positions)
+    return jax.vmap(one)(seeds, sample_index, positions)
 
 
 def _order(x: Float[Array, "..."]) -> Int[Array, "..."]:

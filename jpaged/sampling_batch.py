@@ -25,6 +25,7 @@ class SamplingBatch:
     min_p: Float[AnyArray, "R"]
     top_k: Int[AnyArray, "R"]
     seeds: UInt32[AnyArray, "R 2"]
+    sample_index: Int[AnyArray, "R"]
     wants_logprobs: Int[AnyArray, "R"]  # 0 or 1
     min_length: Int[AnyArray, "R"]
     stop_ids: Int[AnyArray, "R stops"]
@@ -53,15 +54,24 @@ class SamplingBatch:
         self.top_p.fill(1)
         self.stop_ids.fill(-1)
 
-    def set_row(self, row: int, params: SamplingParams, seed: int, stop_ids: frozenset[int], min_length: int) -> None:
-        """Writes a request's parameters into a neutral host row."""
+    def set_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        stop_ids: frozenset[int],
+        min_length: int,
+        sample_index: int = 0,
+    ) -> None:
+        """Writes the parameters of one sample of a request into a neutral host row."""
         assert len(stop_ids) <= MAX_STOPS, f"{len(stop_ids)} stop tokens"
         self.temperature[row] = 0.0 if params.is_greedy else params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.top_k[row] = max(params.top_k, 0)
         self.seeds[row] = seed >> 32, seed & 0xFFFFFFFF
-        self.wants_logprobs[row] = params.logprobs is not None
+        self.sample_index[row] = sample_index
+        self.wants_logprobs[row] = params.needs_logprobs
         self.min_length[row] = min_length
         self.stop_ids[row, : len(stop_ids)] = sorted(stop_ids)
 

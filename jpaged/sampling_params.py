@@ -8,6 +8,7 @@ from numbers import Integral, Real
 MIN_TEMPERATURE = 1e-5  # under it the division overflows: such a request is greedy
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
+MAX_SAMPLES = 128
 
 
 def _require(condition: bool, message: str) -> None:
@@ -24,9 +25,14 @@ class SamplingParams:
     max_tokens None means as many as the context allows. logprobs k returns the chosen token's log-probability and the k
     best, of the model's own distribution (before temperature and filters).
 
+    n samples are drawn from one prompt, each from a stream of its own: sample i of a seed is the same whatever n is. Of
+    best_of samples the n with the highest cumulative log-probability are returned, best first.
+
     Raises ValueError that names the field, the value and the limit.
     """
 
+    n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -57,13 +63,18 @@ class SamplingParams:
                 isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value),
                 f"{name} must be a finite number, got {value!r}",
             )
-        for name in ("top_k", "min_tokens", "seed", "max_tokens", "logprobs"):
+        for name in ("n", "best_of", "top_k", "min_tokens", "seed", "max_tokens", "logprobs"):
             value = getattr(self, name)
-            optional = name in ("seed", "max_tokens", "logprobs")
+            optional = name in ("best_of", "seed", "max_tokens", "logprobs")
             _require(
                 (value is None and optional) or (isinstance(value, Integral) and not isinstance(value, bool)),
                 f"{name} must be an integer, got {value!r}",
             )
+        _require(1 <= self.n <= MAX_SAMPLES, f"n must be in [1, {MAX_SAMPLES}], got {self.n}")
+        _require(
+            self.best_of is None or self.n <= self.best_of <= MAX_SAMPLES,
+            f"best_of must be in [n, {MAX_SAMPLES}] with n = {self.n}, got {self.best_of}",
+        )
         _require(0 <= self.temperature <= 100, f"temperature must be in [0, 100], got {self.temperature}")
         _require(self.top_k >= -1, f"top_k must be -1 or 0 (off) or positive, got {self.top_k}")
         _require(self.top_k < 2**31, f"top_k must be under 2**31, got {self.top_k}")
@@ -89,6 +100,21 @@ class SamplingParams:
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
         )
+
+    @property
+    def num_samples(self) -> int:
+        """How many are drawn."""
+        return self.best_of or self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether samples are compared by their log-probabilities, and known only when all of them have ended."""
+        return self.num_samples > self.n
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether somebody has to see the log-probabilities of each token."""
+        return self.logprobs is not None or self.is_ranked
 
     @property
     def is_greedy(self) -> bool:

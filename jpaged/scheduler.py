@@ -120,7 +120,7 @@ class Scheduler:
             return 1
         most = min(self.num_scheduler_steps, max(seq.num_tokens_left for seq in plan.num_scheduled_tokens))
         for seq in plan.num_scheduled_tokens:
-            if seq.params.stop or seq.params.logprobs is not None:
+            if seq.params.stop or seq.params.needs_logprobs:
                 return 1
             if self.kv.allocate_slots(seq, min(most, seq.num_tokens_left)) is None:
                 return 1

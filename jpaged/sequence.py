@@ -33,8 +33,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "request_id", "index", "group", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_cached_tokens",
-        "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens", "stop_token_ids",
+        "request_id", "index", "group", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens",
+        "num_cached_tokens", "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens", "stop_token_ids",
         "finish_reason", "stop_reason",
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """KVCacheManager: whatever requests do, every token's KV is where its table says, and nobody overwrites what others share.
 
-The walk is a state machine over (admit, append, fork, write, free, evict, match) beside a model in dictionaries. It keeps a model of the pool's content: slot -> the tokens up to and with the one whose KV was written there. Equal
-entries mean equal KV, so a slot is right exactly where its entry is the sequence's own prefix.
+The walk is a state machine over (admit, append, fork, write, free, evict, match) beside a model in dictionaries of the
+pool's content: slot -> the tokens up to and with the one whose KV was written there. Equal entries mean equal KV, so a
+slot is right exactly where its entry is the sequence's own prefix.
 """
 
 import hashlib

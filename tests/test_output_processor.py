@@ -5,7 +5,7 @@ import pytest
 from tokenizers_on_disk import smollm2
 
 from jpaged.model_runner import StepResult
-from jpaged.output_processor import RequestOutputBuilder, RequestState, token_logprobs
+from jpaged.output_processor import RequestOutputBuilder, RequestState, SampleState, token_logprobs
 from jpaged.outputs import OutputDelta
 from jpaged.sampling_batch import Sampled
 from jpaged.sampling_params import SamplingParams
@@ -16,11 +16,11 @@ TEXT = "The answer is 42.\n\nQ: What is next? 😀 naïve"
 
 
 def make(text=TEXT, *, finishes=True, **params):
-    """A request, and its tokens: those of text, the last of which ends it by length where finishes."""
+    """A sample, and its tokens: those of text, the last of which ends it by length where finishes."""
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     limit = len(ids) if finishes else len(ids) + 1
     seq = Sequence("r", [1, 2], SamplingParams(max_tokens=limit, **params), seed=0, max_tokens=limit)
-    return RequestState(seq, TOKENIZER, "prompt", arrival_time=1.0), ids
+    return SampleState(seq, TOKENIZER), ids
 
 
 def advance(state, token_id, logprobs=None):
@@ -74,7 +74,7 @@ def test_unfinished_character_is_flushed_at_the_end():
     ids = TOKENIZER.encode("😀", add_special_tokens=False)
     assert len(ids) > 1
     seq = Sequence("r", [1], SamplingParams(), seed=0, max_tokens=1)
-    assert advance(RequestState(seq, TOKENIZER, None, 0.0), ids[0]).text == "\ufffd"
+    assert advance(SampleState(seq, TOKENIZER), ids[0]).text == "\ufffd"
 
 
 def test_stop_strings_under_min_tokens_are_only_text():
@@ -89,7 +89,7 @@ def test_stop_token_that_is_special_is_not_shown_and_one_that_is_text_is():
     (word,) = TOKENIZER.encode(" next", add_special_tokens=False)
     for token_id, shown in ((eos, ""), (word, " next")):
         seq = Sequence("r", [1], SamplingParams(stop_token_ids=(token_id,)), seed=0, max_tokens=9)
-        delta = advance(RequestState(seq, TOKENIZER, None, 0.0), token_id)
+        delta = advance(SampleState(seq, TOKENIZER), token_id)
         assert (delta.text, delta.finish_reason, delta.stop_reason) == (shown, FinishReason.STOP, token_id)
 
 

@@ -19,7 +19,7 @@ run = jax.jit(sample, static_argnames="max_logprobs")
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def make_batch(params: list[dict], *, seeds=None, positions=None, banned=None) -> tuple[SamplingBatch, np.ndarray]:
+def make_batch(params: list[dict], *, seeds=None, positions=None, indices=None, banned=None) -> tuple[SamplingBatch, np.ndarray]:
     """Rows and their positions. Every row has a stop token; the banned ones may not stop yet."""
     batch = SamplingBatch.neutral(len(params))
     positions = np.zeros(len(params), np.int32) if positions is None else np.asarray(positions, np.int32)
@@ -27,7 +27,7 @@ def make_batch(params: list[dict], *, seeds=None, positions=None, banned=None) -
         bans = frozenset(banned[row] if banned else ())
         seed = int(seeds[row]) if seeds is not None else row
         min_length = int(positions[row]) + 1 if bans else int(positions[row])
-        batch.set_row(row, SamplingParams(**one), seed, bans or frozenset({0}), min_length)
+        batch.set_row(row, SamplingParams(**one), seed, bans or frozenset({0}), min_length, 0 if indices is None else indices[row])
     return batch, positions
 
 
@@ -73,10 +73,10 @@ def reference_weights(logits, *, temperature, top_k, top_p, min_p):
     return p
 
 
-def reference_uniform(seed: int, position: int) -> float:
-    """What the request's seed, its only sample and the position give, one row at a time."""
+def reference_uniform(seed: int, position: int, index: int = 0) -> float:
+    """What the request's seed, the sample's index and the position give, one row at a time."""
     key = jax.random.wrap_key_data(jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32), impl="threefry2x32")
-    return float(jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 0), position)))
+    return float(jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, index), position)))
 
 
 def reference_draw(logits, params, uniform):
@@ -126,10 +126,11 @@ def test_draw_is_the_inverse_cdf_of_the_float64_specification(vocab):
     logits = logits.astype(np.float32)
     seeds = [int(seed) for seed in rng.integers(0, 2**64, len(params), dtype=np.uint64)]
     positions = rng.integers(1, 2**20, len(params))
-    got = draw(logits, params, seeds=seeds, positions=positions, pad_vocab=False).token_ids
+    indices = rng.integers(0, 4, len(params))
+    got = draw(logits, params, seeds=seeds, positions=positions, indices=indices, pad_vocab=False).token_ids
     num_unclear = 0
     for row, mix in enumerate(params):
-        expected = reference_draw(logits[row], OFF | mix, reference_uniform(seeds[row], positions[row]))
+        expected = reference_draw(logits[row], OFF | mix, reference_uniform(seeds[row], positions[row], indices[row]))
         num_unclear += expected is None
         assert expected is None or got[row] == expected, (mix, row)
     assert num_unclear < 0.05 * len(params)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jpaged.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jpaged.sampling_params import MAX_SAMPLES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 REFUSED = [
     ("temperature", -0.1, "in [0, 100], got -0.1"),
@@ -39,6 +39,12 @@ REFUSED = [
     ("min_tokens", None, "an integer, got None"),
     ("logprobs", -1, "not be negative, got -1"),
     ("logprobs", True, "an integer, got True"),
+    ("n", 0, f"in [1, {MAX_SAMPLES}], got 0"),
+    ("n", MAX_SAMPLES + 1, f"in [1, {MAX_SAMPLES}], got {MAX_SAMPLES + 1}"),
+    ("n", None, "an integer, got None"),
+    ("n", 2.0, "an integer, got 2.0"),
+    ("best_of", 0, f"in [n, {MAX_SAMPLES}] with n = 1, got 0"),
+    ("best_of", True, "an integer, got True"),
     ("stop", "", "non-empty strings, got ['']"),
     ("stop", ["a", ""], "non-empty strings, got ['a', '']"),
     ("stop", [1], "non-empty strings, got [1]"),
@@ -68,7 +74,7 @@ ACCEPTED = [
     {"temperature": 0}, {"temperature": 100}, {"temperature": np.float32(0.5)}, {"top_p": 1}, {"top_p": 5e-324},
     {"min_p": 0}, {"min_p": 1}, {"top_k": -1}, {"top_k": 0}, {"top_k": 2**31 - 1}, {"top_k": np.int32(4)},
     {"seed": -(2**63)}, {"seed": 2**64 - 1}, {"seed": np.int64(4)}, {"max_tokens": None, "min_tokens": 10**6}, {"max_tokens": 1},
-    {"min_tokens": 16}, {"logprobs": 0}, {"stop": ["x"] * MAX_STOP_STRINGS}, {"stop_token_ids": range(MAX_STOP_TOKEN_IDS)},
+    {"min_tokens": 16}, {"n": MAX_SAMPLES}, {"n": 3, "best_of": 3}, {"n": 3, "best_of": None}, {"logprobs": 0}, {"stop": ["x"] * MAX_STOP_STRINGS}, {"stop_token_ids": range(MAX_STOP_TOKEN_IDS)},
 ]  # fmt: skip
 
 

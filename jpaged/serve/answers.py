@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from itertools import chain
 from typing import ClassVar
 
 from jpaged.outputs import OutputDelta
@@ -10,22 +9,8 @@ from jpaged.serve.logprobs import chat_logprobs, completion_logprobs
 from jpaged.serve.protocol import GenerationBody
 
 
-def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """All the deltas of one request as one."""
-    last = deltas[-1]
-    return OutputDelta(
-        request_id=last.request_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=list(chain.from_iterable(delta.token_ids for delta in deltas)),
-        logprobs=list(chain.from_iterable(delta.logprobs or () for delta in deltas)),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
-    )
-
-
 class Answer:
-    """The answer to one HTTP request, of one choice for each prompt.
+    """The answer to one HTTP request, of n choices for each prompt; choice i belongs to prompt i // n.
 
     Either whole() once, with the merged delta of every choice, or opening(), chunk() for each delta, and closing().
     """
@@ -38,6 +23,7 @@ class Answer:
         options = body.stream_options
         self._body = body
         self._prompts = prompts
+        self._n = body.n or 1
         self._num_logprobs = body.num_logprobs()
         self._has_usage_chunk = bool(options and options.include_usage)
         self._has_usage_always = bool(options and options.continuous_usage_stats)
@@ -78,7 +64,8 @@ class Answer:
 
     def _count(self, index: int, delta: OutputDelta) -> None:
         self._num_tokens += len(delta.token_ids)
-        self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
+        prompt = index // self._n
+        self._num_cached[prompt] = max(self._num_cached[prompt], delta.num_cached_tokens)
 
     def _usage(self) -> dict:
         num_prompt_tokens = sum(map(len, self._prompts))
@@ -96,8 +83,8 @@ class CompletionAnswer(Answer):
 
     def __init__(self, answer_id: str, model: str, body: GenerationBody, prompts: Sequence[list[int]]):
         super().__init__(answer_id, model, body, prompts)
-        self._text_offsets = [0] * len(prompts)
-        self._has_prompt_ids = [False] * len(prompts)
+        self._text_offsets = [0] * len(prompts) * self._n
+        self._has_prompt_ids = [False] * len(prompts) * self._n
 
     def _choice(self, index: int, delta: OutputDelta, *, is_chunk: bool = False) -> dict:
         logprobs = None
@@ -114,7 +101,7 @@ class CompletionAnswer(Answer):
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if not self._has_prompt_ids[index]:  # once a choice, in its first chunk
-                choice["prompt_token_ids"] = self._prompts[index]
+                choice["prompt_token_ids"] = self._prompts[index // self._n]
                 self._has_prompt_ids[index] = True
         return choice
 
@@ -130,8 +117,13 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[dict]:
         delta = {"role": "assistant", "content": ""}
-        chunk = self._chunk([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
-        return [chunk | {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else chunk]
+        chunks = [
+            self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for index in range(self._n)
+        ]
+        if self._body.return_token_ids:
+            chunks[0]["prompt_token_ids"] = self._prompts[0]
+        return chunks
 
     def _choice(self, index: int, delta: OutputDelta, *, is_chunk: bool = False) -> dict:
         logprobs = None

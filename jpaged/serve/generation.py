@@ -10,16 +10,16 @@ from starlette.types import Send
 
 import jpaged
 from jpaged.errors import QueueFullError
-from jpaged.outputs import OutputDelta
+from jpaged.outputs import OutputDelta, merge_deltas
 from jpaged.sampling_params import SamplingParams
-from jpaged.serve.answers import Answer, merge_deltas
+from jpaged.serve.answers import Answer
 from jpaged.serve.errors import ApiError, caller_errors
 from jpaged.serve.protocol import GenerationBody
 from jpaged.serve.streaming import WhileConnected, merge, send_events, to_json
 
 
 class Generation:
-    """The engine requests of one HTTP request, one for each prompt.
+    """The engine requests of one HTTP request, one for each prompt, of n choices each.
 
     Construction checks all of them and raises a 400, or a 500 where the engine is dead.
     """
@@ -43,7 +43,6 @@ class Generation:
         self._prompts = prompts
         answer_id = answer_class.id_prefix + (body.request_id or uuid.uuid4().hex)
         self._headers = [(b"x-request-id", answer_id.encode("utf-8", "replace"))]
-        self._answer = answer_class(answer_id, model, body, prompts)
         # two clients may choose one request_id: the engine's ids are unique all the same
         self._engine_id = f"{answer_id}-{uuid.uuid4().hex[:8]}"
         params = body.sampling_params(engine.generation_defaults, max_tokens=default_max_tokens)
@@ -51,6 +50,8 @@ class Generation:
         self._params = [self._fit(params, prompt) if is_default else params for prompt in prompts]
         for prompt, prompt_params in zip(prompts, self._params, strict=True):
             self._check(prompt, prompt_params)
+        self._num_choices = params.n * len(prompts)
+        self._answer = answer_class(answer_id, model, body, prompts)
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         try:
@@ -72,7 +73,7 @@ class Generation:
         await send_events(send, self._chunks(), self._headers)
 
     async def _send_whole(self, send: Send) -> None:
-        deltas: list[list[OutputDelta]] = [[] for _ in self._prompts]
+        deltas: list[list[OutputDelta]] = [[] for _ in range(self._num_choices)]
         async with aclosing(self._run()) as run:
             async for index, delta in run:
                 deltas[index].append(delta)
@@ -91,8 +92,11 @@ class Generation:
                 is_first = False
         yield answer.closing()
 
-    def _run(self) -> AsyncIterator[tuple[int, OutputDelta]]:
-        return merge([self._stream(index) for index in range(len(self._prompts))])
+    async def _run(self) -> AsyncIterator[tuple[int, OutputDelta]]:
+        """(index of the choice, delta)"""
+        async with aclosing(merge([self._stream(index) for index in range(len(self._prompts))])) as deltas:
+            async for prompt, delta in deltas:
+                yield prompt * self._params[prompt].n + delta.index, delta
 
     async def _stream(self, index: int) -> AsyncIterator[OutputDelta]:
         engine_id = f"{self._engine_id}-{index}"

@@ -52,6 +52,7 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
+    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -83,7 +84,7 @@ class GenerationBody(Body):
 
         max_tokens: the default where neither the request nor the model says.
         """
-        names = SamplingParams.__dataclass_fields__.keys() & GenerationBody.model_fields.keys()
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         with caller_errors():
             return SamplingParams(
@@ -95,10 +96,16 @@ class CompletionBody(GenerationBody):
     neutral = COMPLETION
 
     prompt: Any = None
+    best_of: int | None = None
     logprobs: int | None = None
 
     def check(self) -> None:
         super().check()
+        if self.stream and self.best_of is not None and self.best_of != (self.n or 1):
+            raise bad_request(
+                f"best_of ({self.best_of}) over n ({self.n or 1}) cannot be streamed: which are best shows at the end",
+                "best_of",
+            )
         self.prompts()
 
     def num_logprobs(self) -> int | None:

@@ -11,7 +11,6 @@ LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"}
 """Fields for a provider's books: they never change an answer, so any value passes."""
 
 SAMPLING = {
-    "n": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -39,7 +38,7 @@ SAMPLING = {
     "service_tier": ("auto", "default"),
     "store": (False,),
 }
-COMPLETION = SAMPLING | {"best_of": (1,), "suffix": ("",), "prompt_embeds": ()}
+COMPLETION = SAMPLING | {"suffix": ("",), "prompt_embeds": ()}
 CHAT = SAMPLING | {
     "tools": ([],),
     "tool_choice": ("none", "auto"),  # without tools there is nothing to choose

@@ -223,8 +223,14 @@ def test_bad_requests_are_400_in_the_envelope_and_the_server_goes_on(serve):
     json_type = {"content-type": "application/json"}
     says = error_of(client.post("/v1/completions", content=b"{", headers=json_type), 400, "BadRequestError")
     assert "not valid JSON" in says
-    says = error_of(client.post("/v1/completions", json={"prompt": "a", "n": 2}), 400, "BadRequestError", "n")
-    assert says == "n is not supported, got 2; leave it out"
+    says = error_of(client.post("/v1/completions", json={"prompt": "a", "echo": True}), 400, "BadRequestError", "echo")
+    assert says == "echo is not supported, got True; leave it out"
+    says = error_of(client.post("/v1/completions", json={"prompt": "a", "n": 0}), 400, "BadRequestError", "n")
+    assert says == "n must be in [1, 128], got 0"
+    body = {"prompt": "a", "best_of": 3, "n": 2, "stream": True}
+    says = error_of(client.post("/v1/completions", json=body), 400, "BadRequestError", "best_of")
+    assert says == "best_of (3) over n (2) cannot be streamed: which are best shows at the end"
+    says = error_of(client.post("/v1/completions", json=body | {"best_of": 1}), 400, "BadRequestError", "best_of")
     says = error_of(client.post("/v1/completions", json={"prompt": "a" * 1000}), 400, "BadRequestError", "prompt")
     assert "1001 tokens" in says and "1000 tokens" in says
     says = error_of(client.post("/v1/completions", json={"prompt": "a" * 2000}), 400, "BadRequestError", "prompt")

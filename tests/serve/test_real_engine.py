@@ -51,6 +51,35 @@ def test_streamed_and_whole_answers_are_the_same_tokens_and_text(client):
         assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_choices_are_the_samples_of_each_prompt_whole_and_streamed(client, path):
+    asks = {"/v1/completions": {"prompt": ["one", "three three"]}, "/v1/chat/completions": {"messages": MESSAGES}}
+    num_prompts = len(asks[path].get("prompt", "x"))
+    body = GREEDY | asks[path] | {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 9, "return_token_ids": True}
+    whole = client.post(path, json=body).json()
+    assert [choice["index"] for choice in whole["choices"]] == list(range(2 * num_prompts))
+    assert whole["usage"]["completion_tokens"] == 18 * num_prompts
+    assert whole["choices"][0]["token_ids"] != whole["choices"][1]["token_ids"]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = [json.loads(chunk) for chunk in events(client.post(path, json=body | options).text)[:-1]]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == choice["index"]]
+        assert [token for chunk in own for token in chunk.get("token_ids", [])] == choice["token_ids"]
+        text = "".join(chunk["text"] if "text" in chunk else chunk["delta"]["content"] for chunk in own)
+        assert text == (choice["text"] if "text" in choice else choice["message"]["content"])
+        assert [chunk["finish_reason"] for chunk in own if chunk["finish_reason"]] == ["length"]
+    if path == "/v1/chat/completions":
+        assert [c["choices"][0]["delta"].get("role") for c in chunks[:3]] == ["assistant", "assistant", None]
+
+
+def test_the_best_of_two_is_one_of_them(client):
+    body = {"temperature": 1.0, "seed": 3, "max_tokens": 9, "return_token_ids": True}
+    both = complete(client, n=2, **body)["choices"]
+    (best,) = complete(client, best_of=2, **body)["choices"]
+    assert best["index"] == 0 and best["token_ids"] in [choice["token_ids"] for choice in both]
+
+
 def test_the_prompts_of_a_list_are_answered_as_if_alone(client):
     prompts = ["one", "two two", "three three three"]
     together = complete(client, prompts, max_tokens=8)
@@ -122,7 +151,7 @@ def test_what_the_engine_cannot_serve_is_a_400_with_the_numbers(client, body, sa
 
 def test_a_full_queue_is_refused_and_drains(client, engine):
     may_go_on = threading.Event()
-    engine._inbox.put(lambda: None if may_go_on.wait(20) else None)  # the engine's thread stands still
+    engine._inbox.put(lambda: [] if may_go_on.wait(20) else [])  # the engine's thread stands still
     with http_sockets(client.base_url, 6, {"prompt": "a", "max_tokens": 4}):  # two would run at once, four wait
         wait_until(lambda: len(engine._streams) == 6)
         response = client.post("/v1/completions", json={"prompt": "a"})
@@ -196,7 +225,7 @@ def test_the_openai_client_works_whole_streamed_and_refused(url):
     assert client.completions.create(model="tiny", prompt="a", logprobs=1).choices[0].logprobs.tokens
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.chat.completions.create(**ask | {"model": "gpt"})
-    with pytest.raises(openai.BadRequestError, match="n is not supported"):
+    with pytest.raises(openai.BadRequestError, match=r"n is 3; the limit is 2 \(max_num_seqs\)"):
         client.chat.completions.create(**ask, n=3)
     with pytest.raises(openai.BadRequestError, match="tools is not supported"):
         client.chat.completions.create(**ask, tools=[{"type": "function", "function": {"name": "f"}}])

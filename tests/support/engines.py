@@ -19,10 +19,10 @@ class Request:
 
 
 def run(engine: LLMEngine, requests: list[Request], *, check_every_step: bool = False) -> list[CompletionOutput]:
-    """All requests at once, to their end; the pool must be empty after it."""
+    """All requests at once, to their end; the pool must be empty after it. The samples of one follow one another."""
     builders = {}
     for i, request in enumerate(requests):
-        builders[str(i)] = RequestOutputBuilder(str(i), None, request.prompt)
+        builders[str(i)] = RequestOutputBuilder(str(i), None, request.prompt, request.params.n)
         engine.add_request(str(i), request.prompt, request.params)
     while engine.has_work:
         for delta in engine.step():
@@ -31,7 +31,7 @@ def run(engine: LLMEngine, requests: list[Request], *, check_every_step: bool = 
             engine.kv.check_invariants(engine.scheduler.sequences)
     engine.kv.check_invariants([])
     assert engine.kv.pool.num_used == 0 and not engine.requests
-    return [builder.completion for builder in builders.values()]
+    return [completion for builder in builders.values() for completion in builder.output.outputs]
 
 
 def assert_same(first: list[CompletionOutput], second: list[CompletionOutput]) -> None:
