@@ -30,6 +30,7 @@ class BlockPool:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.num_free = 0
+        self.num_owned = 0  # the ref_counts of all blocks together: entries of all tables
         self._ring = Block(-1)  # sentinel: its next is the block to reuse first
         self._ring.prev_free = self._ring.next_free = self._ring
         for block in self.blocks[1:]:
@@ -45,6 +46,7 @@ class BlockPool:
         assert block is not self._ring, "no free block; the caller checks num_free first"
         self._unlink(block)
         block.ref_count = 1
+        self.num_owned += 1
         return block
 
     def acquire(self, block: Block) -> None:
@@ -52,9 +54,11 @@ class BlockPool:
         if block.ref_count == 0:
             self._unlink(block)
         block.ref_count += 1
+        self.num_owned += 1
 
     def release(self, blocks: list[Block]) -> None:
         """One owner less for each; those without owner queue up in the given order."""
+        self.num_owned -= len(blocks)
         for block in blocks:
             assert block.ref_count > 0, f"{block} is released once too often"
             block.ref_count -= 1

@@ -4,16 +4,16 @@ import dataclasses
 import logging
 import random
 import time
-from collections import Counter
 
 from jpaged.batch import BatchBuilder
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.metrics import EngineMetrics, StepStats
-from jpaged.model_runner import ModelRunner, StepResult
-from jpaged.output_processor import RequestState, token_logprobs
+from jpaged.model_runner import ModelRunner
+from jpaged.output_processor import RequestState
 from jpaged.outputs import OutputDelta, RequestMetrics
 from jpaged.request_check import RequestCheck
+from jpaged.result_processor import ResultProcessor
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import FinishReason, Sequence
@@ -65,11 +65,13 @@ class LLMEngine:
             max_logprobs=config.max_logprobs,
             block_size=self.spec.block_size,
             max_num_seqs=config.max_num_seqs,
+            num_eos_tokens=len(self.tokenizer.eos_token_ids),
         )
         self.kv = KVCacheManager(self.spec, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self.batch_builder = BatchBuilder(config, self.spec)
-        self.requests: dict[str, RequestState] = {}
+        self.results = ResultProcessor(self.scheduler, self.tokenizer, self.metrics)
+        self.requests = self.results.requests
         self._seeds = random.Random(config.seed)
         self.in_flight = StepsInFlight(self.runner, depth=1 if config.async_scheduling else 0)
         self._num_failed_steps = 0  # in a row
@@ -116,8 +118,9 @@ class LLMEngine:
         state = self.requests.get(request_id)
         if state is None:
             return []
-        deltas = self._give_up(state, FinishReason.ABORT)
-        self.metrics.set_levels(len(self.scheduler.running), len(self.scheduler.waiting), self.kv.usage)
+        deltas = self.results.give_up(state, FinishReason.ABORT)
+        levels = len(self.scheduler.running), len(self.scheduler.waiting), self.kv.usage, self.kv.sharing
+        self.metrics.set_levels(*levels)
         return deltas
 
     def step(self) -> list[OutputDelta]:
@@ -152,8 +155,8 @@ class LLMEngine:
         step, result = self.in_flight.retire()
         self._num_failed_steps = 0
         appended = self.scheduler.update(step.plan, result.token_ids)
-        deltas = self._process(appended, result)
-        self._record_step(step, sum(len(token_ids) for _, _, token_ids in appended))
+        deltas = self.results.process(appended, result)
+        self._record_step(step, sum(max(1, len(token_ids)) for _, _, token_ids in appended))
         if not self.has_work:
             self.in_flight.rest()
         return deltas
@@ -167,45 +170,6 @@ class LLMEngine:
             except StepFailed as earlier:
                 failure = earlier
         return deltas + self._recover(failure)
-
-    def _process(self, appended: list[tuple[int, Sequence, list[int]]], result: StepResult) -> list[OutputDelta]:
-        deltas, now = [], time.monotonic()
-        gaps = Counter()  # most rows of a step waited equally long
-        for row, seq, token_ids in appended:
-            state = self.requests[seq.request_id]
-            sample = state.samples[seq.index]
-            if sample.last_token_time is not None:
-                gaps[(now - sample.last_token_time) / len(token_ids)] += len(token_ids)
-            elif state.metrics.first_token_time is None:
-                state.metrics.first_token_time = now
-            sample.last_token_time = now
-            if seq.params.is_ranked:
-                sample.cumulative_logprob += float(result.logprobs.logprobs[row])
-            delta = sample.advance(token_ids, token_logprobs(seq.params, token_ids[0], result, row, self.tokenizer))
-            if delta.finish_reason is not None:
-                self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler has ended it
-                seq.finish_reason, seq.stop_reason = delta.finish_reason, delta.stop_reason
-            deltas += state.deliver(delta)
-            if state.num_open == 0:
-                self._close(state)
-        for gap, num_tokens in gaps.items():
-            self.metrics.on_inter_token_latency(gap, num_tokens)
-        return deltas
-
-    def _give_up(self, state: RequestState, reason: str, error: str | None = None) -> list[OutputDelta]:
-        """Ends a request's samples as they are."""
-        for sample in state.samples:
-            self.scheduler.finish(sample.seq, reason)
-        deltas = state.give_up(reason, error)
-        self._close(state)
-        return deltas
-
-    def _close(self, state: RequestState) -> None:
-        seqs = [sample.seq for sample in state.samples]
-        del self.requests[seqs[0].request_id]
-        state.metrics.finished_time = time.monotonic()
-        num_generated = sum(seq.num_output_tokens for seq in seqs)
-        self.metrics.on_finished(state.metrics, seqs[0].num_prompt_tokens, num_generated, seqs[-1].finish_reason)
 
     def _recover(self, failure: StepFailed) -> list[OutputDelta]:
         """A failed step may have consumed the donated pool: everyone is recomputed in a new one.
@@ -225,7 +189,7 @@ class LLMEngine:
             return []
         reason = str(error).strip() or type(error).__name__
         why = f"the engine failed to compute this request: {reason.splitlines()[0]}"
-        return self._give_up(self.requests[newest.request_id], FinishReason.ERROR, why)
+        return self.results.give_up(self.requests[newest.request_id], FinishReason.ERROR, why)
 
     def _record_step(self, step: StepInFlight, num_generated: int) -> None:
         plan = step.plan
@@ -234,6 +198,7 @@ class LLMEngine:
                 num_running=len(self.scheduler.running),
                 num_waiting=len(self.scheduler.waiting),
                 kv_cache_usage=self.kv.usage,
+                kv_cache_sharing=self.kv.sharing,
                 num_scheduled_tokens=plan.num_tokens,
                 num_padding_tokens=step.num_padding_tokens,
                 num_prompt_tokens=plan.num_new_prompt_tokens,
@@ -244,6 +209,18 @@ class LLMEngine:
                 host_gap_seconds=step.idle_seconds,
             )
         )
+
+    def stats(self) -> dict[str, float]:
+        """What is in the engine now: sequences, and the blocks that they hold and share."""
+        pool = self.kv.pool
+        return {
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "num_logical_blocks": pool.num_owned,
+            "num_physical_blocks": pool.num_used,
+            "kv_cache_usage": self.kv.usage,
+            "kv_cache_sharing": self.kv.sharing,
+        }
 
     def close(self) -> None:
         """Stops compiling ahead. The engine can be used no more."""

@@ -42,6 +42,11 @@ class KVCacheManager:
         """Part of the usable blocks that are owned, 0 to 1."""
         return self.pool.num_used / self.spec.num_usable_blocks
 
+    @property
+    def sharing(self) -> float:
+        """Logical blocks over physical ones: how many tables hold a block in use, on average. 1 where nothing is in use."""
+        return self.pool.num_owned / self.pool.num_used if self.pool.num_used else 1.0
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -165,6 +170,7 @@ class KVCacheManager:
         for block in self.pool.blocks[1:]:
             assert block.ref_count == owners[block.block_id], f"{block} has {owners[block.block_id]} tables"
             assert (block.ref_count == 0) == (block.block_id in free_ids), f"{block} is both used and free, or neither"
+        assert self.pool.num_owned == owners.total(), (self.pool.num_owned, owners.total())
         assert self.pool.null_block.ref_count == 0 and 0 not in owners and 0 not in free_ids
         for block_hash, block in self.prefix_cache.blocks.items():
             assert block.block_hash == block_hash, f"{block} is cached under another hash"

@@ -63,6 +63,32 @@ class LLM:
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._run(texts, ids, sampling_params, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int,
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        ignore_eos: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The beam_width outputs of each prompt that have the best cumulative log-prob over length ** length_penalty.
+
+        As Hugging Face's `generate(num_beams=beam_width)`; outputs come best first, with their cumulative_logprob.
+        """
+        params = SamplingParams(
+            n=beam_width,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            use_beam_search=True,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            ignore_eos=ignore_eos,
+        )
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 

@@ -30,12 +30,14 @@ STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 class StepStats:
     """What one engine step did.
 
-    num_running, num_waiting and kv_cache_usage (0..1) are levels after the step, the rest happened in it.
+    num_running, num_waiting, kv_cache_usage (0..1) and kv_cache_sharing (logical blocks over physical ones, from 1) are
+    levels after the step, the rest happened in it.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
+    kv_cache_sharing: float = 1.0
     num_scheduled_tokens: int = 0
     num_padding_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -60,6 +62,7 @@ class EngineMetrics:
         self.num_running = 0
         self.num_waiting = 0
         self.kv_cache_usage = 0.0
+        self.kv_cache_sharing = 1.0
         self.cache_config: dict[str, str] = {}
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
@@ -86,7 +89,7 @@ class EngineMetrics:
         self._registry.register(self)
 
     def on_step(self, stats: StepStats) -> None:
-        self.set_levels(stats.num_running, stats.num_waiting, stats.kv_cache_usage)
+        self.set_levels(stats.num_running, stats.num_waiting, stats.kv_cache_usage, stats.kv_cache_sharing)
         self.prefix_cache_queries += stats.prefix_cache_queries
         self.prefix_cache_hits += stats.prefix_cache_hits
         self.num_preemptions += stats.num_preemptions
@@ -96,11 +99,14 @@ class EngineMetrics:
         self.iteration_tokens.observe(stats.num_scheduled_tokens)
         self.host_gap.observe(stats.host_gap_seconds)
 
-    def set_levels(self, num_running: int, num_waiting: int, kv_cache_usage: float) -> None:
+    def set_levels(
+        self, num_running: int, num_waiting: int, kv_cache_usage: float, kv_cache_sharing: float = 1.0
+    ) -> None:
         """For what changes the levels between steps, as an abort does when nothing else runs."""
         self.num_running = num_running
         self.num_waiting = num_waiting
         self.kv_cache_usage = kv_cache_usage
+        self.kv_cache_sharing = kv_cache_sharing
 
     def on_inter_token_latency(self, seconds: float, num_tokens: int = 1) -> None:
         """num_tokens tokens each came `seconds` after the one before in its request: one call serves a whole step."""
@@ -192,6 +198,7 @@ class EngineMetrics:
             ("num_requests_running", "Requests that run", self.num_running),
             ("num_requests_waiting", "Requests that wait for room", self.num_waiting),
             ("kv_cache_usage_perc", "Used part of the KV pool, 0 to 1", self.kv_cache_usage),
+            ("kv_cache_sharing_ratio", "Logical over physical blocks in use, from 1", self.kv_cache_sharing),
         )
 
     def _counters(self) -> Iterable[tuple[str, str, float]]:

@@ -1,5 +1,6 @@
 """OutputProcessor: sampled tokens -> text, stop strings and log-probs, as deltas."""
 
+from jpaged.beam_search import BeamSearch, Hypothesis
 from jpaged.detokenizer import StopStringChecker
 from jpaged.model_runner import StepResult
 from jpaged.outputs import (
@@ -19,11 +20,12 @@ from jpaged.tokenizer import Tokenizer
 class RequestState:
     """A request's samples, and the times of its life."""
 
-    __slots__ = ("samples", "metrics", "num_open", "_held_back")
+    __slots__ = ("samples", "metrics", "num_open", "beams", "_held_back")
 
     def __init__(self, seqs: list[Sequence], tokenizer: Tokenizer, arrival_time: float):
         self.samples = [SampleState(seq, tokenizer) for seq in seqs]
         self.metrics = RequestMetrics(arrival_time)
+        self.beams = BeamSearch(seqs) if seqs[0].is_beam else None
         self.num_open = len(seqs)  # samples that have not had their last delta
         self._held_back: list[list[OutputDelta]] | None = [[] for _ in seqs] if seqs[0].params.is_ranked else None
 
@@ -44,12 +46,15 @@ class RequestState:
 
     def _best(self) -> list[OutputDelta]:
         params = self.samples[0].seq.params
-        ranked = sorted(self.samples, key=lambda sample: -sample.cumulative_logprob)[: params.n]
+        ranked = sorted(self.samples, key=lambda sample: -sample.cumulative_logprob)
         deltas = [merge_deltas(self._held_back[sample.seq.index]) for sample in ranked]
-        for rank, delta in enumerate(deltas):
+        best, dropped = deltas[: params.n], deltas[params.n :]
+        for rank, delta in enumerate(best):
             delta.index = rank
             delta.logprobs = None if params.logprobs is None else delta.logprobs
-        return deltas
+            delta.cumulative_logprob = ranked[rank].cumulative_logprob
+        best[-1].num_dropped_tokens = sum(len(delta.token_ids) for delta in dropped)
+        return best
 
 
 class SampleState:
@@ -90,6 +95,15 @@ class SampleState:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, checker.stop_string
         return delta
 
+    def become(self, hypothesis: Hypothesis) -> OutputDelta:
+        """The only delta of a beam, when the search is over."""
+        seq = self.seq
+        seq.finish_reason, seq.stop_reason = hypothesis.finish_reason, hypothesis.stop_reason
+        seq.token_ids[seq.num_prompt_tokens :] = hypothesis.token_ids
+        delta = self.advance(hypothesis.token_ids, None)
+        delta.cumulative_logprob = hypothesis.cumulative_logprob
+        return delta
+
     def give_up(self, reason: str, error: str | None = None) -> OutputDelta:
         """The last delta of a sample that ends without a token."""
         return OutputDelta(
@@ -119,6 +133,12 @@ def token_logprobs(
     return entries
 
 
+def best_tokens(result: StepResult, row: int, count: int) -> list[tuple[int, float]]:
+    """(token, log-prob) of the most likely ones, from row of a step's result."""
+    sampled = result.logprobs
+    return list(zip(sampled.top_ids[row, :count].tolist(), sampled.top_logprobs[row, :count].tolist()))
+
+
 class RequestOutputBuilder:
     """Joins a request's deltas into the RequestOutput that they add up to."""
 
@@ -141,6 +161,8 @@ class RequestOutputBuilder:
             completion.logprobs = (completion.logprobs or []) + delta.logprobs
             chosen = (entry[token].logprob for entry, token in zip(delta.logprobs, delta.token_ids))
             completion.cumulative_logprob = sum(chosen, completion.cumulative_logprob or 0.0)
+        if delta.cumulative_logprob is not None:
+            completion.cumulative_logprob = delta.cumulative_logprob
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
         self.output.num_cached_tokens = delta.num_cached_tokens
         self._num_open -= delta.finish_reason is not None

@@ -35,6 +35,8 @@ class OutputDelta:
     num_cached_tokens: int = 0
     error: str | None = None
     index: int = 0  # of the sample
+    cumulative_logprob: float | None = None  # in the last delta of samples that were ranked
+    num_dropped_tokens: int = 0  # generated for samples that were not among the best
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:

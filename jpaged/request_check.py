@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jpaged.beam_search import num_candidates
 from jpaged.sampling_params import SamplingParams
 
 
@@ -16,6 +17,7 @@ class RequestCheck:
     max_logprobs: int
     block_size: int
     max_num_seqs: int
+    num_eos_tokens: int
 
     def __call__(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError."""
@@ -41,6 +43,14 @@ class RequestCheck:
             )
         if params.logprobs is not None and params.logprobs > self.max_logprobs:
             raise ValueError(f"logprobs is {params.logprobs}; the limit is {self.max_logprobs} (max_logprobs)")
+        if params.use_beam_search:
+            num_stops = len(params.stop_token_ids) + (0 if params.ignore_eos else self.num_eos_tokens)
+            num_needed = num_candidates(params.n, num_stops)
+            if num_needed > self.max_logprobs:
+                raise ValueError(
+                    f"n is {params.n} beams, which need {num_needed} log-probs at each position with {num_stops} stop "
+                    f"tokens; the limit is {self.max_logprobs} (max_logprobs)"
+                )
         if params.num_samples > 1:
             self._check_samples(num_prompt, params)
 

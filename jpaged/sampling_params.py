@@ -28,6 +28,10 @@ class SamplingParams:
     n samples are drawn from one prompt, each from a stream of its own: sample i of a seed is the same whatever n is. Of
     best_of samples the n with the highest cumulative log-probability are returned, best first.
 
+    use_beam_search, at temperature 0, searches with n beams for the n outputs with the best cumulative log-probability over
+    length ** length_penalty. early_stopping True ends as soon as n have ended; False, when none that still runs is
+    better by its present length; "never", when none can become better.
+
     Raises ValueError that names the field, the value and the limit.
     """
 
@@ -46,6 +50,9 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self):
         for name in ("stop", "stop_token_ids"):
@@ -57,7 +64,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "length_penalty"):
             value = getattr(self, name)
             _require(
                 isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value),
@@ -101,6 +108,24 @@ class SamplingParams:
             f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
         )
 
+        self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        _require(
+            isinstance(self.early_stopping, bool) or self.early_stopping == "never",
+            f"early_stopping must be true, false or 'never', got {self.early_stopping!r}",
+        )
+        for name, value, neutral in (
+            ("length_penalty", self.length_penalty, 1.0), ("early_stopping", self.early_stopping, False)
+        ):  # fmt: skip
+            _require(self.use_beam_search or value == neutral, f"{name} ({value!r}) needs use_beam_search")
+        if not self.use_beam_search:
+            return
+        _require(self.is_greedy, f"temperature must be 0 with use_beam_search, got {self.temperature}")
+        for name, neutral in (("best_of", None), ("logprobs", None), ("min_tokens", 0), ("stop", ())):
+            value = getattr(self, name)
+            _require(value == neutral, f"{name} is not possible with use_beam_search, got {value!r}")
+
     @property
     def num_samples(self) -> int:
         """How many are drawn."""
@@ -108,13 +133,13 @@ class SamplingParams:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether samples are compared by their log-probabilities, and known only when all of them have ended."""
+        """Whether samples are ranked by their log-probabilities, when all of them have ended."""
         return self.num_samples > self.n
 
     @property
     def needs_logprobs(self) -> bool:
         """Whether somebody has to see the log-probabilities of each token."""
-        return self.logprobs is not None or self.is_ranked
+        return self.logprobs is not None or self.is_ranked or self.use_beam_search
 
     @property
     def is_greedy(self) -> bool:

@@ -4,11 +4,12 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
+from jpaged.beam_search import Move
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import Sequence, SequenceStatus
-from jpaged.sequence_group import ForksToCome
+from jpaged.sequence_queues import SequenceQueues
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,11 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.num_scheduler_steps = config.num_scheduler_steps
         self.enable_chunked_prefill = config.enable_chunked_prefill
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
+        self.queues = SequenceQueues(config.max_num_seqs, kv)
+        self.waiting, self.running, self.forks = self.queues.waiting, self.queues.running, self.queues.forks
         self.num_preemptions = 0
         self.in_flight: deque[SchedulerOutput] = deque()  # planned, result not yet seen
-        self.forks = ForksToCome()  # of the groups that run
-        self._free_rows = list(range(self.max_num_seqs))[::-1]
+        self._moved: list[Sequence] = []  # beams whose rows hold what they were before
 
     @property
     def has_work(self) -> bool:
@@ -47,7 +47,7 @@ class Scheduler:
 
     @property
     def sequences(self) -> Iterable[Sequence]:
-        return [*self.running, *self.forks.children, *self.waiting]
+        return self.queues.sequences
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -60,7 +60,7 @@ class Scheduler:
         plan = SchedulerOutput()
         budget, block_size = self.max_num_batched_tokens, self.kv.block_size
         for seq in list(self.running):  # decodes, then at most one unfinished prompt: the newest
-            if seq.num_pending and seq.num_tokens_left == 0:  # the last token that it may have is on its way
+            if seq.num_pending and (seq.is_beam or seq.num_tokens_left == 0):  # the host must see it, or it is the last
                 continue
             num_missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens
             num_tokens = min(num_missing, budget)
@@ -103,11 +103,15 @@ class Scheduler:
         for fork in self.forks.take_ready():
             parent, child, num_tokens = fork
             self.kv.fork(parent, child, num_tokens)
-            self._start(child, plan, self.running.index(parent) + 1)
+            self.queues.start(child, self.running.index(parent) + 1)
+            plan.admitted.append(child)
             child.num_cached_tokens = parent.num_cached_tokens
             if fork.is_whole:
                 child.num_pending = 1
                 plan.sample_fork(fork)
+        if self._moved:
+            plan.admitted += [seq for seq in self._moved if seq in plan.num_scheduled_tokens]
+            self._moved = [seq for seq in self._moved if seq not in plan.num_scheduled_tokens and seq.row is not None]
         if self.kv.copies:
             plan.copies = self.kv.take_copies()
         self.in_flight.append(plan)
@@ -131,7 +135,7 @@ class Scheduler:
         as many as its limit. Frees what is finished.
 
         Returns (index in plan.sampled, sequence, tokens appended) for each sequence that had not ended before; tokens
-        after an end are dropped.
+        after an end are dropped. Beams get none: `move_beams` follows.
         """
         assert self.in_flight and self.in_flight[0] is plan, "results must come in the order of the plans"
         self.in_flight.popleft()
@@ -143,6 +147,9 @@ class Scheduler:
                 continue
             before = len(seq.token_ids)
             seq.num_pending -= limit
+            if seq.is_beam:  # what it goes on with is decided when all beams of its group are known
+                appended.append((index, seq, []))
+                continue
             reason = None
             for token_id in tokens[:limit]:
                 reason = seq.append(token_id)
@@ -155,6 +162,21 @@ class Scheduler:
                 self.finish(seq, reason)
         return appended
 
+    def move_beams(self, beams: list[Sequence], moves: list[Move]) -> None:
+        """Lets each beam go on from its parent: those of no further use are freed, the others forked, then all grow."""
+        for seq in beams:
+            self.kv.cache_full_blocks(seq, seq.num_tokens - 1, seq.num_tokens)
+        replaced = [move for move in moves if move.parent != move.beam]
+        for move in replaced:
+            self.kv.free(beams[move.beam])
+        for move in replaced:
+            child, parent = beams[move.beam], beams[move.parent]
+            child.token_ids, child.block_hashes = list(parent.token_ids), list(parent.block_hashes)
+            self.kv.fork(parent, child, parent.num_computed_tokens)
+            self._moved.append(child)
+        for move in moves:
+            beams[move.beam].token_ids.append(move.token_id)
+
     def _cache_prompts(self, plan: SchedulerOutput) -> None:
         """Makes what a step has computed of prompts findable; a last token's turn comes with the one sampled after it."""
         sampled = set(plan.sampled)
@@ -164,23 +186,13 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends a sequence, whatever its state, and frees its blocks at once. Ending it twice changes nothing."""
-        if seq.status is SequenceStatus.FINISHED:
-            return
-        if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
-            self._release(seq)
-        elif seq in self.forks.children:
-            self.forks.drop([seq])
-        else:
-            self.waiting.remove(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
+        self.queues.finish(seq, reason)
 
     def preempt_all(self) -> None:
         """Sends all back to be recomputed, in order, and drops the steps in flight: the pool's content is lost."""
         self.in_flight.clear()
         while self.running:
-            self._preempt(self.running[-1])
+            self.queues.preempt(self.running[-1])
 
     def _make_room(self, seq: Sequence, num_tokens: int, plan: SchedulerOutput) -> bool | None:
         """Gets the blocks for a running sequence's next tokens, from the newest others if need be; False if it had to go
@@ -190,15 +202,14 @@ class Scheduler:
         while self.kv.allocate_slots(seq, num_tokens) is None:
             if self.in_flight:
                 return None
-            victim = self.running[-1]
-            is_own = victim is seq or (seq.group is not None and victim.group is seq.group)
-            assert is_own or victim not in plan.num_scheduled_tokens, (
-                f"{victim} is newer than {seq}, but came before it"
-            )
-            self._preempt(victim, plan)
-            self._warn_of_preemption(victim)
+            gone = self.queues.preempt(self.running[-1])
+            is_planned = any(victim in plan.num_scheduled_tokens for victim in gone)
+            assert seq in gone or not is_planned, f"{gone} are newer than {seq}, but came before it"
+            for victim in gone:
+                plan.drop(victim)
+            self._warn_of_preemption(gone[0])
             plan.num_preempted += 1
-            if is_own:
+            if seq in gone:
                 return False
         return True
 
@@ -219,7 +230,8 @@ class Scheduler:
             for _ in range(1 + len(forks)):
                 self.waiting.popleft()
             self.forks.add(forks)
-            self._start(seq, plan, len(self.running))
+            self.queues.start(seq, len(self.running))
+            plan.admitted.append(seq)
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = num_matched
                 plan.num_new_prompt_tokens += seq.num_prompt_tokens
@@ -227,32 +239,6 @@ class Scheduler:
             plan.num_prefix_queries += seq.num_tokens
             plan.num_prefix_hits += num_matched
             budget -= num_tokens
-
-    def _start(self, seq: Sequence, plan: SchedulerOutput, place: int) -> None:
-        """Gives a row, and a place in the order, to a sequence that holds its first blocks."""
-        self.running.insert(place, seq)
-        seq.status = SequenceStatus.RUNNING
-        seq.row = self._free_rows.pop()
-        plan.admitted.append(seq)
-
-    def _preempt(self, seq: Sequence, plan: SchedulerOutput | None = None) -> None:
-        """Sends a sequence, and with it all of its group, back to the head of the queue, and out of the plan."""
-        group = [seq] if seq.group is None else seq.group.unfinished
-        self.forks.drop(group)
-        for member in reversed(group):
-            if member.status is SequenceStatus.RUNNING:
-                self.running.remove(member)
-                self._release(member)
-                if plan is not None:
-                    plan.drop(member)
-            member.status = SequenceStatus.WAITING
-            self.waiting.appendleft(member)
-
-    def _release(self, seq: Sequence) -> None:
-        self.kv.free(seq)
-        self._free_rows.append(seq.row)
-        seq.row = None
-        seq.num_pending = 0
 
     def _warn_of_preemption(self, seq: Sequence) -> None:
         self.num_preemptions += 1

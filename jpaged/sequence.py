@@ -28,14 +28,14 @@ class Sequence:
     num_computed_tokens: tokens whose KV is in the pool, or will be when the steps in flight have run. num_pending:
     tokens after token_ids that a step in flight samples; only the device knows them yet. row: the sequence's place in
     the batch builder's arrays while it runs. index: which of its request's samples it is. group: the `SequenceGroup` of
-    a request that has several. seed: 64 bits that, with index and position, decide every draw. max_tokens: output
+    a request that has several. is_beam: the host must see each token before the next is computed. seed: 64 bits that, with index and position, decide every draw. max_tokens: output
     tokens allowed, already cut to the context.
     """
 
     __slots__ = (
         "request_id", "index", "group", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens",
         "num_cached_tokens", "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens", "stop_token_ids",
-        "finish_reason", "stop_reason",
+        "finish_reason", "stop_reason", "is_beam",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +51,7 @@ class Sequence:
         self.request_id = request_id
         self.index = 0
         self.group = None
+        self.is_beam = params.use_beam_search
         self.params = params
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)

@@ -21,10 +21,11 @@ class Fork(NamedTuple):
 class SequenceGroup:
     """Several samples of one request, in order of their index."""
 
-    __slots__ = ("sequences",)
+    __slots__ = ("sequences", "_planned")
 
     def __init__(self, first: Sequence, num_sequences: int):
         self.sequences = [first, *(first.fork(index) for index in range(1, num_sequences))]
+        self._planned: tuple[list[int], list[Fork]] = [], []  # for lengths
         for seq in self.sequences:
             seq.group = self
 
@@ -38,11 +39,24 @@ class SequenceGroup:
 
         The fork is after a full block, so that it costs no copy, or after all tokens where they are the same.
         """
+        lengths = [seq.num_tokens for seq in self.unfinished]
+        if self._planned[0] != lengths:  # a group that waits is asked at every step
+            self._planned = lengths, self._plan_forks(block_size)
+        return self._planned[1]
+
+    def _plan_forks(self, block_size: int) -> list[Fork]:
         first, *others = self.unfinished
         started, forks = [first], []
         for child in others:
-            num_tokens, parent = max(((_num_common(seq, child), seq) for seq in started), key=lambda pair: pair[0])
-            if parent.num_tokens != child.num_tokens or num_tokens < child.num_tokens:
+            num_tokens, parent = 0, first
+            for seq in started:
+                num_common = _num_common(seq, child)
+                if num_common > num_tokens:
+                    num_tokens, parent = num_common, seq
+                if num_common == child.num_tokens == seq.num_tokens:
+                    parent = seq
+                    break
+            else:
                 num_tokens = min(num_tokens, child.num_tokens - 1) // block_size * block_size
             forks.append(Fork(parent, child, num_tokens))
             started.append(child)

@@ -12,6 +12,7 @@ from jpaged.batch import BatchBuilder
 from jpaged.device_state import RowLoad, RowState, extend_tables, load_rows
 from jpaged.sampling_batch import MAX_STOPS
 from jpaged.sampling_params import MAX_STOP_TOKEN_IDS
+from jpaged.sequence_group import SequenceGroup
 from jpaged.step_input import StepInput, forward_batch, sampled_positions
 
 NEWEST = 1000  # the newest token of row r is NEWEST + r, as far as these tests' device knows
@@ -192,3 +193,33 @@ def test_stop_tokens_of_the_largest_request_fit_beside_the_models_own():
     seq.stop_token_ids |= frozenset(range(1000, 1000 + MAX_STOPS - MAX_STOP_TOKEN_IDS))
     scheduler.add(seq)
     assert set(built(device, scheduler)[1].stop_ids[0]) == set(seq.stop_token_ids)
+
+
+def test_samples_of_one_prompt_are_sampled_from_one_token_and_then_write_copies():
+    config, spec, scheduler = make(budget=16, max_num_seqs=4)
+    device = Device(config, spec)
+    for seq in SequenceGroup(request(1, [5] * 10, max_tokens=4), 3).sequences:
+        scheduler.add(seq)
+    plan = scheduler.schedule()
+    batch, sampling, _, step = device.run(plan)
+    assert batch.logits_indices[:3].tolist() == [9, 9, 9] and not step.block_copies.any()
+    assert step.sampled_rows[:3].tolist() == [seq.row for seq in plan.sampled]
+    assert sampling.sample_index[:3].tolist() == [seq.index for seq in plan.sampled]
+    assert sorted(sampling.sample_index[:3]) == [0, 1, 2]
+    plan = scheduler.schedule()
+    batch, _, _, step = device.run(plan)
+    copies = [(copy.source.block_id, copy.destination.block_id) for copy in plan.copies]
+    assert len(copies) == 2 and step.block_copies.tolist() == [*map(list, copies), *[[0, 0]] * (len(step.row_ids) - 2)]
+    seqs = list(plan.num_scheduled_tokens)
+    assert batch.token_ids[:3].tolist() == [NEWEST + seq.row for seq in seqs]
+    for seq, table, slot in zip(seqs, batch.attention.block_tables, batch.attention.slot_mapping):
+        assert table[:3].tolist() == seq.block_table.block_ids() and slot == seq.block_table.slot(10, 4)
+
+
+def test_few_tokens_with_many_samples_still_have_a_program():
+    config, spec, scheduler = make(budget=16, max_num_seqs=8)
+    device = Device(config, spec)
+    for seq in SequenceGroup(request(1, [5, 6], max_tokens=4), 7).sequences:
+        scheduler.add(seq)
+    batch, *_ = built(device, scheduler)
+    assert batch.logits_indices[:7].tolist() == [1] * 7 and batch.token_ids[:2].tolist() == [5, 6]

@@ -10,7 +10,7 @@ from jpaged.metrics import EngineMetrics, StepStats
 from jpaged.outputs import RequestMetrics
 
 NAMES = {
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info",
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_cache_sharing_ratio", "cache_config_info",
     "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens",
     "request_success", "admission_rejections", "time_to_first_token_seconds", "inter_token_latency_seconds",
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
@@ -50,6 +50,7 @@ def test_steps_add_up_and_levels_follow_the_last(metrics):
                 num_running=num_running,
                 num_waiting=1,
                 kv_cache_usage=0.25,
+                kv_cache_sharing=1.5,
                 num_scheduled_tokens=10,
                 num_padding_tokens=6,
                 num_prompt_tokens=8,
@@ -64,6 +65,7 @@ def test_steps_add_up_and_levels_follow_the_last(metrics):
     assert read["jpaged:num_requests_running"] == 2
     assert read["jpaged:num_requests_waiting"] == 1
     assert read["jpaged:kv_cache_usage_perc"] == 0.25
+    assert read["jpaged:kv_cache_sharing_ratio"] == 1.5
     assert read["jpaged:prompt_tokens_total"] == 16
     assert read["jpaged:generation_tokens_total"] == 4
     assert read["jpaged:padding_tokens_total"] == 12

@@ -63,7 +63,7 @@ class Answer:
         raise NotImplementedError
 
     def _count(self, index: int, delta: OutputDelta) -> None:
-        self._num_tokens += len(delta.token_ids)
+        self._num_tokens += len(delta.token_ids) + delta.num_dropped_tokens
         prompt = index // self._n
         self._num_cached[prompt] = max(self._num_cached[prompt], delta.num_cached_tokens)
 

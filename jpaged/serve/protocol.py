@@ -65,6 +65,9 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     def check(self) -> None:
         if (name := self.request_id) and not (name.isascii() and name.isprintable() and " " not in name):
@@ -86,6 +89,9 @@ class GenerationBody(Body):
         """
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.use_beam_search:
+            defaults = {}  # they are for sampling
+            given.setdefault("temperature", 0.0)
         with caller_errors():
             return SamplingParams(
                 **{"max_tokens": max_tokens} | dict(defaults) | given | {"logprobs": self.num_logprobs()}
@@ -121,6 +127,11 @@ class CompletionBody(GenerationBody):
         if isinstance(prompt, list) and prompt:
             if len(prompt) > MAX_PROMPTS:
                 raise bad_request(f"prompt holds {len(prompt)} prompts, the limit is {MAX_PROMPTS}", "prompt")
+            if len(prompt) * (self.n or 1) > MAX_PROMPTS:
+                raise bad_request(
+                    f"{len(prompt)} prompts with n = {self.n} are {len(prompt) * self.n} choices, the limit is {MAX_PROMPTS}",
+                    "n",
+                )
             if all(isinstance(p, str) for p in prompt) or all(_is_token_ids(p) for p in prompt):
                 return prompt
         raise bad_request(

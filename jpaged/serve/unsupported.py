@@ -20,8 +20,6 @@ SAMPLING = {
     "logits_processors": ([],),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
     "echo": (False,),
     "priority": (0,),

@@ -14,7 +14,7 @@ from jpaged.sampling_params import SamplingParams
 folder, programs_dir, size = sys.argv[1:]
 engine = make_engine(folder, programs_dir, tensor_parallel_size=int(size))
 assert len(engine.runner.state.pools[0].arrays[0].sharding.device_set) == int(size)
-kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}]
+kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9, "n": 3}]
 requests = [
     Request(list(range(3, 3 + length)), SamplingParams(max_tokens=16, ignore_eos=True, **kinds[length % 2]))
     for length in (1, 16, 40, 71)

@@ -231,6 +231,8 @@ def test_bad_requests_are_400_in_the_envelope_and_the_server_goes_on(serve):
     says = error_of(client.post("/v1/completions", json=body), 400, "BadRequestError", "best_of")
     assert says == "best_of (3) over n (2) cannot be streamed: which are best shows at the end"
     says = error_of(client.post("/v1/completions", json=body | {"best_of": 1}), 400, "BadRequestError", "best_of")
+    says = error_of(client.post("/v1/completions", json={"prompt": ["a"] * 1025, "n": 2}), 400, "BadRequestError", "n")
+    assert says == "1025 prompts with n = 2 are 2050 choices, the limit is 2048"
     says = error_of(client.post("/v1/completions", json={"prompt": "a" * 1000}), 400, "BadRequestError", "prompt")
     assert "1001 tokens" in says and "1000 tokens" in says
     says = error_of(client.post("/v1/completions", json={"prompt": "a" * 2000}), 400, "BadRequestError", "prompt")

@@ -76,8 +76,26 @@ def test_choices_are_the_samples_of_each_prompt_whole_and_streamed(client, path)
 def test_the_best_of_two_is_one_of_them(client):
     body = {"temperature": 1.0, "seed": 3, "max_tokens": 9, "return_token_ids": True}
     both = complete(client, n=2, **body)["choices"]
-    (best,) = complete(client, best_of=2, **body)["choices"]
+    answer = complete(client, best_of=2, **body)
+    (best,) = answer["choices"]
+    assert answer["usage"]["completion_tokens"] == 18
     assert best["index"] == 0 and best["token_ids"] in [choice["token_ids"] for choice in both]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_beams_come_as_choices_best_first(client, engine, stream):
+    body = {"use_beam_search": True, "n": 2, "length_penalty": 0.5, "max_tokens": 6, "return_token_ids": True}
+    ask = {"model": "tiny", "prompt": "hello", "ignore_eos": True} | body
+    if stream:
+        text = client.post("/v1/completions", json=ask | {"stream": True}).text
+        choices = [json.loads(chunk)["choices"][0] for chunk in events(text)[:-1]]
+    else:
+        choices = client.post("/v1/completions", json=ask).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert [len(choice["token_ids"]) for choice in choices] == [6, 6]
+    assert choices[0]["token_ids"] != choices[1]["token_ids"]
+    refused = client.post("/v1/completions", json=ask | {"temperature": 0.5}).json()["error"]
+    assert refused["message"] == "temperature must be 0 with use_beam_search, got 0.5"
 
 
 def test_the_prompts_of_a_list_are_answered_as_if_alone(client):

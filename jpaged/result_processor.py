@@ -1,0 +1,82 @@
+"""ResultProcessor: the results of steps -> the deltas of requests."""
+
+import time
+from collections import Counter
+
+from jpaged.metrics import EngineMetrics
+from jpaged.model_runner import StepResult
+from jpaged.output_processor import RequestState, best_tokens, token_logprobs
+from jpaged.outputs import OutputDelta
+from jpaged.scheduler import Scheduler
+from jpaged.sequence import Sequence
+from jpaged.tokenizer import Tokenizer
+
+
+class ResultProcessor:
+    """Knows every request that has not ended, in `requests`, and ends them when their samples have ended."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, metrics: EngineMetrics):
+        self.scheduler, self.tokenizer, self.metrics = scheduler, tokenizer, metrics
+        self.requests: dict[str, RequestState] = {}
+
+    def process(self, appended: list[tuple[int, Sequence, list[int]]], result: StepResult) -> list[OutputDelta]:
+        """What a step's result gives out; appended is what `Scheduler.update` says of it."""
+        deltas, now = [], time.monotonic()
+        gaps = Counter()  # most rows of a step waited equally long
+        for row, seq, token_ids in appended:
+            state = self.requests[seq.request_id]
+            if seq.is_beam:
+                deltas += self._advance_beams(state, seq, result, row, now)
+                continue
+            sample = state.samples[seq.index]
+            if sample.last_token_time is not None:
+                gaps[(now - sample.last_token_time) / len(token_ids)] += len(token_ids)
+            elif state.metrics.first_token_time is None:
+                state.metrics.first_token_time = now
+            sample.last_token_time = now
+            if seq.params.is_ranked:
+                sample.cumulative_logprob += float(result.logprobs.logprobs[row])
+            delta = sample.advance(token_ids, token_logprobs(seq.params, token_ids[0], result, row, self.tokenizer))
+            if delta.finish_reason is not None:
+                self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler has ended it
+                seq.finish_reason, seq.stop_reason = delta.finish_reason, delta.stop_reason
+            deltas += state.deliver(delta)
+            if state.num_open == 0:
+                self._close(state)
+        for gap, num_tokens in gaps.items():
+            self.metrics.on_inter_token_latency(gap, num_tokens)
+        return deltas
+
+    def give_up(self, state: RequestState, reason: str, error: str | None = None) -> list[OutputDelta]:
+        """Ends a request's samples as they are; returns their last deltas."""
+        for sample in state.samples:
+            self.scheduler.finish(sample.seq, reason)
+        deltas = state.give_up(reason, error)
+        self._close(state)
+        return deltas
+
+    def _advance_beams(
+        self, state: RequestState, seq: Sequence, result: StepResult, row: int, now: float
+    ) -> list[OutputDelta]:
+        """Takes what a step says of one beam, and moves the beams when it was the last; deltas only at the end."""
+        beams = state.beams
+        state.metrics.first_token_time = state.metrics.first_token_time or now
+        if not beams.report(seq.index, best_tokens(result, row, beams.num_candidates)):
+            return []
+        moves = beams.advance()
+        if moves is not None:
+            self.scheduler.move_beams(beams.sequences, moves)
+            return []
+        deltas = []
+        for sample, hypothesis in zip(state.samples, beams.hypotheses, strict=True):
+            self.scheduler.finish(sample.seq, hypothesis.finish_reason)
+            deltas += state.deliver(sample.become(hypothesis))
+        self._close(state)
+        return deltas
+
+    def _close(self, state: RequestState) -> None:
+        seqs = [sample.seq for sample in state.samples]
+        del self.requests[seqs[0].request_id]
+        state.metrics.finished_time = time.monotonic()
+        num_generated = sum(seq.num_output_tokens for seq in seqs)
+        self.metrics.on_finished(state.metrics, seqs[0].num_prompt_tokens, num_generated, seqs[-1].finish_reason)

@@ -1,0 +1,61 @@
+"""SequenceQueues: which sequences wait, which run, and in which rows."""
+
+from collections import deque
+
+from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.sequence import Sequence, SequenceStatus
+from jpaged.sequence_group import ForksToCome
+
+
+class SequenceQueues:
+    """Every sequence that has not ended is in one of three places: it waits, it runs, or it is a fork to come of one that
+    runs. One that runs has a row and holds blocks; the others have neither.
+    """
+
+    def __init__(self, max_num_seqs: int, kv: KVCacheManager):
+        self.kv = kv
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission, groups together
+        self.forks = ForksToCome()
+        self._free_rows = list(range(max_num_seqs))[::-1]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.running, *self.forks.children, *self.waiting]
+
+    def start(self, seq: Sequence, place: int) -> None:
+        """Gives a row, and a place in the order, to a sequence that holds its first blocks."""
+        self.running.insert(place, seq)
+        seq.status = SequenceStatus.RUNNING
+        seq.row = self._free_rows.pop()
+
+    def preempt(self, seq: Sequence) -> list[Sequence]:
+        """Sends a sequence, and with it all of its group, back to the head of the queue; returns all that went."""
+        group = [seq] if seq.group is None else seq.group.unfinished
+        self.forks.drop(group)
+        for member in reversed(group):
+            if member.status is SequenceStatus.RUNNING:
+                self._release(member)
+            member.status = SequenceStatus.WAITING
+            self.waiting.appendleft(member)
+        return group
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """Ends a sequence, wherever it is, and frees its blocks at once. Ending it twice changes nothing."""
+        if seq.status is SequenceStatus.FINISHED:
+            return
+        if seq.status is SequenceStatus.RUNNING:
+            self._release(seq)
+        elif seq in self.forks.children:
+            self.forks.drop([seq])
+        else:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+
+    def _release(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.kv.free(seq)
+        self._free_rows.append(seq.row)
+        seq.row = None
+        seq.num_pending = 0
