@@ -35,8 +35,8 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return []
         num_blocks = (seq.num_tokens - 1) // self.block_size
-        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks)
-        return self.prefix_cache.match(seq.block_hashes[:num_blocks])
+        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks, seq.cache_keys)
+        return self.prefix_cache.match(seq.block_hashes, num_blocks)
 
     def admit(
         self, seq: Sequence, matched: list[Block], num_new_tokens: int, *, reserve: int = 0
@@ -80,9 +80,9 @@ class KVCacheManager:
         first, last = start // self.block_size, end // self.block_size
         if first == last:
             return
-        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, last)
+        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, last, seq.cache_keys)
         for i in range(first, last):
-            self.prefix_cache.insert(seq.block_table.blocks[i], seq.block_hashes[i])
+            self.prefix_cache.insert(seq.block_table.blocks[i], seq.block_hashes, i)
 
     def free(self, seq: Sequence) -> None:
         """Gives all blocks back, the tail first: a prefix is worth more than its continuation."""

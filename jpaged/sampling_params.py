@@ -8,6 +8,7 @@ from numbers import Integral, Real
 MIN_TEMPERATURE = 1e-5  # under it the division overflows: such a request is greedy
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
+MAX_CACHE_SALT = 256  # characters
 
 
 def _require(condition: bool, message: str) -> None:
@@ -22,7 +23,8 @@ class SamplingParams:
     temperature 0 (under 1e-5) is greedy. top_k 0 or -1, top_p 1 and min_p 0 switch those filters off; they apply in the order
     min_p, top_k, top_p, to the probabilities after temperature. A seed makes a request repeatable whatever else runs.
     max_tokens None means as many as the context allows. logprobs k returns the chosen token's log-probability and the k
-    best, of the model's own distribution (before temperature and filters).
+    best, of the model's own distribution (before temperature and filters). Requests share cached prefixes only with those
+    of the same cache_salt: a tenant's own, and hard to guess, keeps others from finding out by timing what it has asked.
 
     Raises ValueError that names the field, the value and the limit.
     """
@@ -40,6 +42,7 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self):
         for name in ("stop", "stop_token_ids"):
@@ -88,6 +91,12 @@ class SamplingParams:
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
+        )
+        salt = self.cache_salt
+        _require(salt is None or isinstance(salt, str), f"cache_salt must be a string, got {salt!r}")
+        _require(
+            salt is None or 1 <= len(salt) <= MAX_CACHE_SALT,
+            f"cache_salt must have 1 to {MAX_CACHE_SALT} characters, got {len(salt or '')}",
         )
 
     @property

@@ -3,6 +3,7 @@
 from enum import Enum, auto
 
 from jpaged.block_table import BlockTable
+from jpaged.prefix_cache import BlockHash
 from jpaged.sampling_params import SamplingParams
 
 
@@ -54,7 +55,7 @@ class Sequence:
         self.num_pending = 0
         self.num_cached_tokens: int | None = None  # prefix-cache hit at first admission
         self.block_table = BlockTable()
-        self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, as far as anyone asked
+        self.block_hashes: list[BlockHash] = []  # of the full blocks of token_ids, as far as anyone asked
         self.status = SequenceStatus.WAITING
         self.row: int | None = None
         self.seed = int(seed) % 2**64  # int: of numpy integers no 64 bits are left over for the modulus
@@ -63,6 +64,11 @@ class Sequence:
         self.stop_token_ids = eos | frozenset(params.stop_token_ids)
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+
+    @property
+    def cache_keys(self) -> tuple[str, ...]:
+        """What its KV must agree in with another's, beside the tokens, to be shared."""
+        return () if self.params.cache_salt is None else (self.params.cache_salt,)
 
     @property
     def num_tokens(self) -> int:

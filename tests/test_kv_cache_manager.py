@@ -171,7 +171,7 @@ class PoolWalk(RuleBasedStateMachine):
             expected = bytes(32)
             for i in range(0, len(tokens), SIZE):
                 expected = hashlib.sha256(expected + array("q", tokens[i : i + SIZE]).tobytes()).digest()
-            assert block_hash == expected, f"{block} is found under a hash that is not its content's"
+            assert block_hash.digest == expected, f"{block} is found under a hash that is not its content's"
             for offset in range(SIZE):
                 held = self.content[block.block_id * SIZE + offset]
                 assert held == tokens[: len(tokens) - SIZE + 1 + offset], f"{block} holds mixed content"

@@ -26,7 +26,6 @@ SAMPLING = {
     "spaces_between_special_tokens": (True,),
     "echo": (False,),
     "priority": (0,),
-    "cache_salt": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
