@@ -1,7 +1,9 @@
 """RequestCheck: refuses, in one line with the value and the limit, a request that can never be served."""
 
 from dataclasses import dataclass
+from typing import Self
 
+from jpaged.config import CacheSpec, EngineConfig
 from jpaged.sampling_params import SamplingParams
 
 
@@ -14,6 +16,10 @@ class RequestCheck:
     max_position: int
     num_usable_tokens: int
     max_logprobs: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, spec: CacheSpec, *, vocab_size: int, max_position: int) -> Self:
+        return cls(vocab_size, spec.max_model_len, max_position, spec.num_usable_tokens, config.max_logprobs)
 
     def __call__(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError."""

@@ -102,7 +102,14 @@ def test_prefixes_of_different_keys_are_kept_apart():
         PrefixCache(SIZE).extend_hashes(hashes, list(range(8)), 2, keys)
         return hashes
 
-    kinds = [hashes_with(), hashes_with("a"), hashes_with("b"), hashes_with("a", "b"), hashes_with("ab"), hashes_with("")]
+    kinds = [
+        hashes_with(),
+        hashes_with("a"),
+        hashes_with("b"),
+        hashes_with("a", "b"),
+        hashes_with("ab"),
+        hashes_with(""),
+    ]
     assert len({block_hash for hashes in kinds for block_hash in hashes}) == 2 * len(kinds)
     assert hashes_with("a") == hashes_with("a")
 
