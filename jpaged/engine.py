@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from jpaged import debug
 from jpaged.batch import BatchBuilder
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
-from jpaged.metrics import EngineMetrics, StepStats
+from jpaged.metrics import EngineMetrics
 from jpaged.model_runner import ModelRunner, StepResult
 from jpaged.output_processor import RequestState, token_logprobs
 from jpaged.outputs import OutputDelta, RequestMetrics
@@ -19,7 +20,7 @@ from jpaged.request_check import RequestCheck
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import FinishReason, Sequence
-from jpaged.steps_in_flight import StepFailed, StepInFlight, StepsInFlight
+from jpaged.steps_in_flight import StepFailed, StepsInFlight
 from jpaged.tokenizer import Tokenizer
 from models.weights import Checkpoint, open_checkpoint, recommended_sampling, resolve_model
 
@@ -156,7 +157,7 @@ class LLMEngine:
         self._num_failed_steps = 0
         appended = self.scheduler.update(step.plan, result.token_ids)
         deltas = self._process(appended, result)
-        self._record_step(step, sum(len(token_ids) for _, _, token_ids in appended))
+        self.metrics.on_step(step.stats(self.scheduler, sum(len(token_ids) for _, _, token_ids in appended)))
         if not self.has_work:
             self.in_flight.rest()
         return deltas
@@ -224,23 +225,13 @@ class LLMEngine:
         self._close(state)
         return [delta]
 
-    def _record_step(self, step: StepInFlight, num_generated: int) -> None:
-        plan = step.plan
-        self.metrics.on_step(
-            StepStats(
-                num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting),
-                kv_cache_usage=self.kv.usage,
-                num_scheduled_tokens=plan.num_tokens,
-                num_padding_tokens=step.num_padding_tokens,
-                num_prompt_tokens=plan.num_new_prompt_tokens,
-                num_generation_tokens=num_generated,
-                num_preemptions=plan.num_preempted,
-                prefix_cache_queries=plan.num_prefix_queries,
-                prefix_cache_hits=plan.num_prefix_hits,
-                host_gap_seconds=step.idle_seconds,
-            )
-        )
+    def snapshot(self) -> dict:
+        """Every block, table and queue as plain data."""
+        return debug.snapshot(self.scheduler)
+
+    def memory_map(self) -> str:
+        """The pool and who owns it, drawn in 100 columns."""
+        return debug.memory_map(self.snapshot(), self.tokenizer.decode)
 
     def close(self) -> None:
         """Stops compiling ahead. The engine can be used no more."""
