@@ -71,6 +71,9 @@ class EngineConfig:
     )
     max_num_seqs: int = _option(256, "sequences that run at once at most")
     max_num_queued_requests: int | None = _option(None, "requests that may wait; more are refused (default: no limit)")
+    scheduling_policy: str = _option(
+        "fcfs", "fcfs: first come, first served; priority: requests' priority first", choices=("fcfs", "priority")
+    )
     enable_chunked_prefill: bool = _option(True, "split prompts over steps and mix them with decodes")
     num_scheduler_steps: int = _option(
         1, "decodes that the device may run in a row before the host is asked, where every sequence allows it"

@@ -24,7 +24,8 @@ class SamplingParams:
     min_p, top_k, top_p, to the probabilities after temperature. A seed makes a request repeatable whatever else runs.
     max_tokens None means as many as the context allows. logprobs k returns the chosen token's log-probability and the k
     best, of the model's own distribution (before temperature and filters). Requests share cached prefixes only with those
-    of the same cache_salt: a tenant's own, and hard to guess, keeps others from finding out by timing what it has asked.
+    of the same cache_salt: a tenant's own, and hard to guess, keeps others from finding out by timing what it has asked. Of two
+    requests that wait, the one of the lower priority number comes first, where the engine's scheduling_policy is priority.
 
     Raises ValueError that names the field, the value and the limit.
     """
@@ -43,6 +44,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    priority: int = 0
 
     def __post_init__(self):
         for name in ("stop", "stop_token_ids"):
@@ -60,7 +62,7 @@ class SamplingParams:
                 isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value),
                 f"{name} must be a finite number, got {value!r}",
             )
-        for name in ("top_k", "min_tokens", "seed", "max_tokens", "logprobs"):
+        for name in ("top_k", "min_tokens", "seed", "max_tokens", "logprobs", "priority"):
             value = getattr(self, name)
             optional = name in ("seed", "max_tokens", "logprobs")
             _require(
@@ -92,6 +94,7 @@ class SamplingParams:
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
         )
+        _require(-(2**63) <= self.priority < 2**63, f"priority must fit in 64 bits, got {self.priority}")
         salt = self.cache_salt
         _require(salt is None or isinstance(salt, str), f"cache_salt must be a string, got {salt!r}")
         _require(
