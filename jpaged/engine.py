@@ -5,19 +5,22 @@ import logging
 import random
 import time
 from collections import Counter
+from pathlib import Path
 
+from jpaged import debug
 from jpaged.batch import BatchBuilder
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
-from jpaged.metrics import EngineMetrics, StepStats
+from jpaged.metrics import EngineMetrics
 from jpaged.model_runner import ModelRunner, StepResult
 from jpaged.output_processor import RequestState, token_logprobs
 from jpaged.outputs import OutputDelta, RequestMetrics
+from jpaged.pinned_prefixes import PinnedPrefixes, read_prefix
 from jpaged.request_check import RequestCheck
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import FinishReason, Sequence
-from jpaged.steps_in_flight import StepFailed, StepInFlight, StepsInFlight
+from jpaged.steps_in_flight import StepFailed, StepsInFlight
 from jpaged.tokenizer import Tokenizer
 from models.weights import Checkpoint, open_checkpoint, recommended_sampling, resolve_model
 
@@ -39,29 +42,21 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         self.config = config
         checkpoint = open_checkpoint(resolve_model(config.model, config.download_dir, config.revision))
-        template = None
-        if config.chat_template is not None:
-            with open(config.chat_template, encoding="utf-8") as file:
-                template = file.read()
+        template = None if config.chat_template is None else Path(config.chat_template).read_text(encoding="utf-8")
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint, template)
         self.generation_defaults = sampling_defaults(config, checkpoint)
         self.metrics = EngineMetrics((config.served_model_name or (config.model,))[0])
         self.runner = ModelRunner(config, checkpoint, self.metrics.on_compile)
         self.model_config = self.runner.model_config
         self.spec = self.runner.spec
-        logger.info(self.runner.memory.table())
         self.metrics.set_cache_config(
             block_size=self.spec.block_size,
             num_blocks=self.spec.num_blocks,
             cache_dtype=self.runner.layout.dtype,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self.validate = RequestCheck(
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.spec.max_model_len,
-            max_position=self.model_config.max_position,
-            num_usable_tokens=self.spec.num_usable_tokens,
-            max_logprobs=config.max_logprobs,
+        self.validate = RequestCheck.of(
+            config, self.spec, vocab_size=self.model_config.vocab_size, max_position=self.model_config.max_position
         )
         self.kv = KVCacheManager(self.spec, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
@@ -70,6 +65,10 @@ class LLMEngine:
         self._seeds = random.Random(config.seed)
         self.in_flight = StepsInFlight(self.runner, depth=1 if config.async_scheduling else 0)
         self._num_failed_steps = 0  # in a row
+        self.pins = PinnedPrefixes(self.kv, self.add_request)
+        for path in config.pin_prefix:
+            self.pin_prefix(read_prefix(path, self.tokenizer.encode))
+        logger.info(self.runner.memory.table(self.pins.num_blocks))
 
     @property
     def max_model_len(self) -> int:
@@ -107,6 +106,12 @@ class LLMEngine:
         self.scheduler.add(seq)
         return self.requests[request_id].metrics
 
+    def pin_prefix(self, token_ids: list[int]) -> None:
+        """Queues a prefix to be computed once and never evicted. Raises ValueError for one that cannot be."""
+        self.pins.add(token_ids)
+        num_left = (self.spec.num_usable_blocks - self.pins.num_blocks) * self.spec.block_size
+        self.validate = dataclasses.replace(self.validate, num_usable_tokens=num_left)
+
     def abort(self, request_id: str) -> OutputDelta | None:
         """Ends a request and frees its blocks at once; None where it is unknown or has ended."""
         state = self.requests.get(request_id)
@@ -124,13 +129,14 @@ class LLMEngine:
         With async scheduling the device is given step N + 1 before the host has seen the result of N. Returns nothing
         where there is no work.
         """
+        deltas = []
         try:
             has_started = self._start_step()
             if self.in_flight.is_full or (len(self.in_flight) and not has_started):
-                return self._retire_step()
+                deltas = self._retire_step()
         except StepFailed as failure:
-            return self._settle(failure)
-        return []
+            deltas = self._settle(failure)
+        return self.pins.take(deltas) if self.pins.computing else deltas
 
     def _start_step(self) -> bool:
         """Plans and dispatches a step; False where there is nothing to compute, or nothing that can be planned yet."""
@@ -151,7 +157,7 @@ class LLMEngine:
         self._num_failed_steps = 0
         appended = self.scheduler.update(step.plan, result.token_ids)
         deltas = self._process(appended, result)
-        self._record_step(step, sum(len(token_ids) for _, _, token_ids in appended))
+        self.metrics.on_step(step.stats(self.scheduler, sum(len(token_ids) for _, _, token_ids in appended)))
         if not self.has_work:
             self.in_flight.rest()
         return deltas
@@ -190,7 +196,8 @@ class LLMEngine:
         seq = state.seq
         del self.requests[seq.request_id]
         state.metrics.finished_time = time.monotonic()
-        self.metrics.on_finished(state.metrics, seq.num_prompt_tokens, seq.num_output_tokens, seq.finish_reason)
+        if seq.request_id not in self.pins.computing:
+            self.metrics.on_finished(state.metrics, seq.num_prompt_tokens, seq.num_output_tokens, seq.finish_reason)
 
     def _recover(self, failure: StepFailed) -> list[OutputDelta]:
         """A failed step may have consumed the donated pool: everyone is recomputed in a new one.
@@ -204,8 +211,9 @@ class LLMEngine:
         newest = next((s for s in reversed(self.scheduler.running) if s in plan.num_scheduled_tokens), None)
         self.in_flight.clear()
         self.scheduler.preempt_all()
-        self.kv.reset_prefix_cache()
+        self.kv.forget()
         self.runner.reset_state()
+        self.pins.recompute()
         if self._num_failed_steps < 2 or newest is None:
             return []
         state = self.requests[newest.request_id]
@@ -217,23 +225,13 @@ class LLMEngine:
         self._close(state)
         return [delta]
 
-    def _record_step(self, step: StepInFlight, num_generated: int) -> None:
-        plan = step.plan
-        self.metrics.on_step(
-            StepStats(
-                num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting),
-                kv_cache_usage=self.kv.usage,
-                num_scheduled_tokens=plan.num_tokens,
-                num_padding_tokens=step.num_padding_tokens,
-                num_prompt_tokens=plan.num_new_prompt_tokens,
-                num_generation_tokens=num_generated,
-                num_preemptions=plan.num_preempted,
-                prefix_cache_queries=plan.num_prefix_queries,
-                prefix_cache_hits=plan.num_prefix_hits,
-                host_gap_seconds=step.idle_seconds,
-            )
-        )
+    def snapshot(self) -> dict:
+        """Every block, table and queue as plain data."""
+        return debug.snapshot(self.scheduler)
+
+    def memory_map(self) -> str:
+        """The pool and who owns it, drawn in 100 columns."""
+        return debug.memory_map(self.snapshot(), self.tokenizer.decode)
 
     def close(self) -> None:
         """Stops compiling ahead. The engine can be used no more."""

@@ -1,7 +1,9 @@
 """RequestCheck: refuses, in one line with the value and the limit, a request that can never be served."""
 
 from dataclasses import dataclass
+from typing import Self
 
+from jpaged.config import CacheSpec, EngineConfig
 from jpaged.sampling_params import SamplingParams
 
 
@@ -14,6 +16,14 @@ class RequestCheck:
     max_position: int
     num_usable_tokens: int
     max_logprobs: int
+    scheduling_policy: str = "fcfs"
+
+    @classmethod
+    def of(cls, config: EngineConfig, spec: CacheSpec, *, vocab_size: int, max_position: int) -> Self:
+        return cls(
+            vocab_size, spec.max_model_len, max_position, spec.num_usable_tokens, config.max_logprobs,
+            config.scheduling_policy,
+        )  # fmt: skip
 
     def __call__(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError."""
@@ -39,3 +49,8 @@ class RequestCheck:
             )
         if params.logprobs is not None and params.logprobs > self.max_logprobs:
             raise ValueError(f"logprobs is {params.logprobs}; the limit is {self.max_logprobs} (max_logprobs)")
+        if params.priority != 0 and self.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority is {params.priority}, but scheduling_policy is {self.scheduling_policy}, which has none: "
+                "it must be 0"
+            )

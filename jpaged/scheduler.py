@@ -1,15 +1,13 @@
 """Scheduler: decides, every step, how many tokens of which sequences to compute."""
 
-import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
-from jpaged.sequence import Sequence, SequenceStatus
-
-logger = logging.getLogger(__name__)
+from jpaged.preemption import warn_of_preemption
+from jpaged.sequence import Sequence, SequenceStatus, insert_in_order
 
 
 @dataclass(slots=True)
@@ -33,11 +31,12 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """First come, first served, with iteration-level batching under a token budget.
+    """First come, first served within a priority, with iteration-level batching under a token budget.
 
     Running sequences come before waiting ones, and decodes before prefill chunks, so that one long prompt never stops
-    the others' tokens. When blocks run out the newest running sequence is preempted: its blocks are freed and it is
-    recomputed later, first in the queue. The oldest one therefore always makes progress.
+    the others' tokens. When blocks run out the newest running sequence of the lowest priority is preempted: its blocks
+    are freed and it is recomputed later, in the place in the queue that it had. The oldest one of the highest therefore
+    always makes progress.
 
     `schedule` may be called again before the step that it planned has run: what a step will have computed and sampled
     counts as done from then on, and `update` takes the results in the order of the plans. A sequence that turns out to
@@ -51,8 +50,9 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.num_scheduler_steps = config.num_scheduler_steps
         self.enable_chunked_prefill = config.enable_chunked_prefill
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
+        self.waiting: deque[Sequence] = deque()  # by their order, as running is
+        self.running: list[Sequence] = []
+        self._num_arrived = 0
         self.num_preemptions = 0
         self.in_flight: deque[SchedulerOutput] = deque()  # planned, result not yet seen
         self._free_rows = list(range(self.max_num_seqs))[::-1]
@@ -66,7 +66,9 @@ class Scheduler:
         return [*self.running, *self.waiting]
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        seq.order = seq.params.priority, self._num_arrived
+        self._num_arrived += 1
+        insert_in_order(self.waiting, seq)
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step; None where it would have to preempt before the steps in flight have shown who stops in them.
@@ -75,20 +77,25 @@ class Scheduler:
         """
         plan = SchedulerOutput()
         budget, block_size = self.max_num_batched_tokens, self.kv.block_size
-        for seq in list(self.running):  # decodes, then at most one unfinished prompt: the newest
+        running, chunks = list(self.running), {}
+        for i, seq in enumerate(running):  # of the budget there is always a token left for each that comes later
             if seq.num_pending and seq.num_tokens_left == 0:  # the last token that it may have is on its way
                 continue
             num_missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens
-            num_tokens = min(num_missing, budget)
+            num_tokens = 1 if num_missing == 1 else min(num_missing, budget - (len(running) - i - 1))
             has_room = num_missing == 1 and seq.num_computed_tokens < len(seq.block_table.blocks) * block_size
             if not has_room:
                 has_room = self._make_room(seq, num_tokens, plan)
                 if has_room is None:
                     return None
             if has_room:
-                plan.num_scheduled_tokens[seq] = num_tokens
-                plan.num_decodes += num_missing == 1
+                if num_missing == 1:
+                    plan.num_scheduled_tokens[seq] = 1
+                    plan.num_decodes += 1
+                else:
+                    chunks[seq] = num_tokens
                 budget -= num_tokens
+        plan.num_scheduled_tokens.update(chunks)
         if not plan.num_preempted:
             self._admit_waiting(budget, plan)
         if plan.num_scheduled_tokens:
@@ -191,7 +198,8 @@ class Scheduler:
             victim = self.running[-1]
             assert victim not in plan.num_scheduled_tokens, f"{victim} is newer than {seq}, but was scheduled before it"
             self._preempt(victim)
-            self._warn_of_preemption(victim)
+            self.num_preemptions += 1
+            warn_of_preemption(victim, self.kv.spec, self.num_preemptions)
             plan.num_preempted += 1
             if victim is seq:
                 return False
@@ -208,7 +216,7 @@ class Scheduler:
             if self.kv.admit(seq, matched, num_tokens, reserve=len(self.running)) is None:
                 return
             self.waiting.popleft()
-            self.running.append(seq)
+            insert_in_order(self.running, seq)
             seq.status = SequenceStatus.RUNNING
             seq.row = self._free_rows.pop()
             if seq.num_cached_tokens is None:
@@ -224,20 +232,10 @@ class Scheduler:
         self.running.remove(seq)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
+        insert_in_order(self.waiting, seq)
 
     def _release(self, seq: Sequence) -> None:
         self.kv.free(seq)
         self._free_rows.append(seq.row)
         seq.row = None
         seq.num_pending = 0
-
-    def _warn_of_preemption(self, seq: Sequence) -> None:
-        self.num_preemptions += 1
-        logger.warning(
-            "request %s is preempted and will be recomputed: the KV pool's %d blocks are all in use (%d preemptions so "
-            "far). Raise kv_cache_memory_bytes, or lower max_num_seqs or max_num_batched_tokens.",
-            seq.request_id,
-            self.kv.spec.num_usable_blocks,
-            self.num_preemptions,
-        )

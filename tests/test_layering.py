@@ -18,6 +18,7 @@ HOST_HALF = [
     "jpaged.prefix_cache", "jpaged.kv_cache_manager", "jpaged.scheduler", "jpaged.serve.protocol", "jpaged.metrics",
     "jpaged.histogram",
     "jpaged.buckets", "jpaged.outputs", "jpaged.errors", "jpaged.detokenizer",
+    "jpaged.pinned_prefixes", "jpaged.debug",
 ]  # fmt: skip
 
 MAY_IMPORT_INSIDE_A_FUNCTION = {

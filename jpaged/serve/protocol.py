@@ -64,6 +64,8 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
 
     def check(self) -> None:
         if (name := self.request_id) and not (name.isascii() and name.isprintable() and " " not in name):

@@ -25,8 +25,6 @@ SAMPLING = {
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
     "echo": (False,),
-    "priority": (0,),
-    "cache_salt": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
