@@ -1,5 +1,6 @@
 # `make serve` and `make test` make .venv when it is missing. `make test-compile` proves the engine for chips that are not
 # here, with their compilers, in a .venv-compile of its own (3 GB): beside them every import of jax looks for chips.
+# `make test-slow` runs what takes minutes: kernels in interpreters, long random walks, the real model's equalities.
 PYTHON ?= $(shell sh scripts/find_python.sh)
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -7,13 +8,16 @@ COMPILE_VENV := .venv-compile
 RUN_COMPILE := JAX_PLATFORMS=cpu $(COMPILE_VENV)/bin/python
 ARGS ?=
 
-.PHONY: serve test test-compile test-gpu test-tpu bench clean
+.PHONY: serve test test-slow test-compile test-gpu test-tpu bench clean
 
 serve: $(VENV)/.installed
 	$(RUN) -m jpaged.serve $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n 2 $(ARGS)
+
+test-slow: $(VENV)/.installed-test
+	$(RUN) -m pytest -n 2 -m slow $(ARGS)
 
 test-compile: $(COMPILE_VENV)/.installed
 	$(RUN_COMPILE) -m pytest -n 2 -m compile tests/compile $(ARGS)

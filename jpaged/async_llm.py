@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any
 
 from jpaged.config import DEFAULT_MODEL, EngineConfig
@@ -49,6 +50,7 @@ class AsyncLLM:
         self.metrics = self._engine.metrics
         self._inbox: queue.SimpleQueue[Callable[[], list[OutputDelta]]] = queue.SimpleQueue()
         self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[OutputDelta], int]] = {}
+        self._answers: set[Future] = set()  # that somebody waits for
         self._stopping = False
         self._death: str | None = None
         gc.freeze()  # what was loaded stays for good: the collector need not walk it again and again
@@ -99,6 +101,22 @@ class AsyncLLM:
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; one that is unknown or has ended is left alone."""
         self._inbox.put(lambda: self._engine.abort(request_id))
+
+    async def reset_prefix_cache(self) -> bool:
+        """As LLM's. Raises RuntimeError when the engine is dead."""
+        answer: Future[bool] = Future()
+
+        def reset() -> list[OutputDelta]:
+            answer.set_result(self._engine.kv.reset_prefix_cache())
+            return []
+
+        self._answers.add(answer)
+        try:
+            self._inbox.put(reset)
+            self.check_health()
+            return await asyncio.wrap_future(answer)
+        finally:
+            self._answers.discard(answer)
 
     def warmup_progress(self) -> tuple[int, int]:
         """(programs compiled, programs in all)."""
@@ -174,6 +192,9 @@ class AsyncLLM:
 
     def _die(self, reason: str, finish_reason: str) -> None:
         self._death = reason
+        for answer in list(self._answers):
+            if not answer.done():
+                answer.set_exception(RuntimeError(reason))
         error = reason if finish_reason == FinishReason.ERROR else None
         self._deliver(
             [

@@ -1,5 +1,7 @@
 """Block, BlockPool: every KV block of the pool, who owns it, and which is reused next."""
 
+from collections.abc import Hashable
+
 
 class Block:
     """A fixed run of KV slots. A free block that is cached keeps its hash until it is reused."""
@@ -9,7 +11,7 @@ class Block:
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
-        self.block_hash: bytes | None = None
+        self.block_hash: Hashable | None = None  # what it holds, where the prefix cache knows it
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
 

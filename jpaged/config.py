@@ -61,12 +61,19 @@ class EngineConfig:
     device_memory_utilization: float = _option(0.92, "part of an accelerator's memory that the engine may use")
     enable_prefix_caching: bool = _option(True, "share the KV blocks of equal prefixes")
 
+    pin_prefix: tuple[str, ...] = _option(
+        (), "text files of prompts' beginnings that are computed once and stay in the KV pool"
+    )
+
     max_num_batched_tokens: int = _option(512, "tokens that one step computes at most")
     token_buckets: tuple[int, ...] = _option(
         (), "padded step sizes to compile for; the largest is max_num_batched_tokens (default: a ladder)"
     )
     max_num_seqs: int = _option(256, "sequences that run at once at most")
     max_num_queued_requests: int | None = _option(None, "requests that may wait; more are refused (default: no limit)")
+    scheduling_policy: str = _option(
+        "fcfs", "fcfs: first come, first served; priority: requests' priority first", choices=("fcfs", "priority")
+    )
     enable_chunked_prefill: bool = _option(True, "split prompts over steps and mix them with decodes")
     num_scheduler_steps: int = _option(
         1, "decodes that the device may run in a row before the host is asked, where every sequence allows it"
@@ -93,6 +100,7 @@ class EngineConfig:
             if choices and value is not None and value not in choices:
                 raise ValueError(f"{f.name} must be one of {', '.join(choices)}, got {value!r}")
         object.__setattr__(self, "served_model_name", tuple(self.served_model_name))
+        object.__setattr__(self, "pin_prefix", tuple(self.pin_prefix))
         object.__setattr__(self, "token_buckets", tuple(sorted(set(self.token_buckets))))
         for name, least in _LEAST.items():
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default

@@ -4,21 +4,24 @@ import dataclasses
 import logging
 import random
 import time
+from pathlib import Path
 
+from jpaged import debug
 from jpaged.batch import BatchBuilder
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
-from jpaged.metrics import EngineMetrics, StepStats
+from jpaged.metrics import EngineMetrics
 from jpaged.model_runner import ModelRunner
 from jpaged.output_processor import RequestState
 from jpaged.outputs import OutputDelta, RequestMetrics
+from jpaged.pinned_prefixes import PinnedPrefixes, read_prefix
 from jpaged.request_check import RequestCheck
 from jpaged.result_processor import ResultProcessor
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import FinishReason, Sequence
 from jpaged.sequence_group import SequenceGroup
-from jpaged.steps_in_flight import StepFailed, StepInFlight, StepsInFlight
+from jpaged.steps_in_flight import StepFailed, StepsInFlight
 from jpaged.tokenizer import Tokenizer
 from models.weights import Checkpoint, open_checkpoint, recommended_sampling, resolve_model
 
@@ -40,41 +43,38 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         self.config = config
         checkpoint = open_checkpoint(resolve_model(config.model, config.download_dir, config.revision))
-        template = None
-        if config.chat_template is not None:
-            with open(config.chat_template, encoding="utf-8") as file:
-                template = file.read()
+        template = None if config.chat_template is None else Path(config.chat_template).read_text(encoding="utf-8")
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint, template)
         self.generation_defaults = sampling_defaults(config, checkpoint)
         self.metrics = EngineMetrics((config.served_model_name or (config.model,))[0])
         self.runner = ModelRunner(config, checkpoint, self.metrics.on_compile)
         self.model_config = self.runner.model_config
         self.spec = self.runner.spec
-        logger.info(self.runner.memory.table())
         self.metrics.set_cache_config(
             block_size=self.spec.block_size,
             num_blocks=self.spec.num_blocks,
             cache_dtype=self.runner.layout.dtype,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self.validate = RequestCheck(
+        self.validate = RequestCheck.of(
+            config,
+            self.spec,
             vocab_size=self.model_config.vocab_size,
-            max_model_len=self.spec.max_model_len,
             max_position=self.model_config.max_position,
-            num_usable_tokens=self.spec.num_usable_tokens,
-            max_logprobs=config.max_logprobs,
-            block_size=self.spec.block_size,
-            max_num_seqs=config.max_num_seqs,
             num_eos_tokens=len(self.tokenizer.eos_token_ids),
         )
         self.kv = KVCacheManager(self.spec, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.kv)
         self.batch_builder = BatchBuilder(config, self.spec)
-        self.results = ResultProcessor(self.scheduler, self.tokenizer, self.metrics)
+        self.pins = PinnedPrefixes(self.kv, self.add_request)
+        self.results = ResultProcessor(self.scheduler, self.tokenizer, self.metrics, self.pins.computing)
         self.requests = self.results.requests
         self._seeds = random.Random(config.seed)
         self.in_flight = StepsInFlight(self.runner, depth=1 if config.async_scheduling else 0)
         self._num_failed_steps = 0  # in a row
+        for path in config.pin_prefix:
+            self.pin_prefix(read_prefix(path, self.tokenizer.encode))
+        logger.info(self.runner.memory.table(self.pins.num_blocks))
 
     @property
     def max_model_len(self) -> int:
@@ -113,6 +113,12 @@ class LLMEngine:
             self.scheduler.add(seq)
         return self.requests[request_id].metrics
 
+    def pin_prefix(self, token_ids: list[int]) -> None:
+        """Queues a prefix to be computed once and never evicted. Raises ValueError for one that cannot be."""
+        self.pins.add(token_ids)
+        num_left = (self.spec.num_usable_blocks - self.pins.num_blocks) * self.spec.block_size
+        self.validate = dataclasses.replace(self.validate, num_usable_tokens=num_left)
+
     def abort(self, request_id: str) -> list[OutputDelta]:
         """Ends a request and frees its blocks at once; returns its last deltas, none where it is unknown or has ended."""
         state = self.requests.get(request_id)
@@ -129,13 +135,14 @@ class LLMEngine:
         With async scheduling the device is given step N + 1 before the host has seen the result of N. Returns nothing
         where there is no work.
         """
+        deltas = []
         try:
             has_started = self._start_step()
             if self.in_flight.is_full or (len(self.in_flight) and not has_started):
-                return self._retire_step()
+                deltas = self._retire_step()
         except StepFailed as failure:
-            return self._settle(failure)
-        return []
+            deltas = self._settle(failure)
+        return self.pins.take(deltas) if self.pins.computing else deltas
 
     def _start_step(self) -> bool:
         """Plans and dispatches a step; False where there is nothing to compute, or nothing that can be planned yet."""
@@ -156,7 +163,7 @@ class LLMEngine:
         self._num_failed_steps = 0
         appended = self.scheduler.update(step.plan, result.token_ids)
         deltas = self.results.process(appended, result)
-        self._record_step(step, sum(max(1, len(token_ids)) for _, _, token_ids in appended))
+        self.metrics.on_step(step.stats(self.scheduler, sum(max(1, len(token_ids)) for _, _, token_ids in appended)))
         if not self.has_work:
             self.in_flight.rest()
         return deltas
@@ -183,32 +190,22 @@ class LLMEngine:
         newest = next((s for s in reversed(self.scheduler.running) if s in plan.num_scheduled_tokens), None)
         self.in_flight.clear()
         self.scheduler.preempt_all()
-        self.kv.reset_prefix_cache()
+        self.kv.forget()
         self.runner.reset_state()
+        self.pins.recompute()
         if self._num_failed_steps < 2 or newest is None:
             return []
         reason = str(error).strip() or type(error).__name__
         why = f"the engine failed to compute this request: {reason.splitlines()[0]}"
         return self.results.give_up(self.requests[newest.request_id], FinishReason.ERROR, why)
 
-    def _record_step(self, step: StepInFlight, num_generated: int) -> None:
-        plan = step.plan
-        self.metrics.on_step(
-            StepStats(
-                num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting),
-                kv_cache_usage=self.kv.usage,
-                kv_cache_sharing=self.kv.sharing,
-                num_scheduled_tokens=plan.num_tokens,
-                num_padding_tokens=step.num_padding_tokens,
-                num_prompt_tokens=plan.num_new_prompt_tokens,
-                num_generation_tokens=num_generated,
-                num_preemptions=plan.num_preempted,
-                prefix_cache_queries=plan.num_prefix_queries,
-                prefix_cache_hits=plan.num_prefix_hits,
-                host_gap_seconds=step.idle_seconds,
-            )
-        )
+    def snapshot(self) -> dict:
+        """Every block, table and queue as plain data."""
+        return debug.snapshot(self.scheduler)
+
+    def memory_map(self) -> str:
+        """The pool and who owns it, drawn in 100 columns."""
+        return debug.memory_map(self.snapshot(), self.tokenizer.decode)
 
     def stats(self) -> dict[str, float]:
         """What is in the engine now: sequences, and the blocks that they hold and share."""

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jpaged.block_pool import Block, BlockPool
+from jpaged.block_table import BlockTable
 from jpaged.config import CacheSpec
-from jpaged.prefix_cache import PrefixCache
+from jpaged.prefix_cache import BlockHash, PrefixCache
 from jpaged.sequence import Sequence
 from jpaged.sequence_group import Fork
 
@@ -36,6 +37,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.copies: list[BlockCopy] = []
         self._num_copied: Counter[Block] = Counter()  # how often each block is a source of these
+        self.pinned: list[BlockTable] = []
 
     @property
     def usage(self) -> float:
@@ -59,8 +61,8 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return []
         num_blocks = (seq.num_tokens - 1) // self.block_size
-        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks)
-        return self.prefix_cache.match(seq.block_hashes[:num_blocks])
+        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks, seq.cache_keys)
+        return self.prefix_cache.match(seq.block_hashes, num_blocks)
 
     def admit(
         self, seq: Sequence, matched: list[Block], num_new_tokens: int, *, reserve: int = 0
@@ -136,9 +138,9 @@ class KVCacheManager:
         first, last = start // self.block_size, end // self.block_size
         if first == last:
             return
-        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, last)
+        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, last, seq.cache_keys)
         for i in range(first, last):
-            self.prefix_cache.insert(seq.block_table.blocks[i], seq.block_hashes[i])
+            self.prefix_cache.insert(seq.block_table.blocks[i], seq.block_hashes, i)
 
     def free(self, seq: Sequence) -> None:
         """Gives all blocks back, the tail first: a prefix is worth more than its continuation."""
@@ -151,9 +153,35 @@ class KVCacheManager:
             self._num_copied.subtract(dropped)
             self.pool.release(dropped)
 
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached content; blocks in use stay with their owners."""
+    def pin(self, token_ids: list[int]) -> None:
+        """Owns the cached full blocks of a prefix, for good."""
+        hashes: list[BlockHash] = []
+        num_blocks = len(token_ids) // self.block_size
+        self.prefix_cache.extend_hashes(hashes, token_ids, num_blocks)
+        table = BlockTable()
+        table.blocks.extend(self.prefix_cache.match(hashes, num_blocks))
+        for block in table.blocks:
+            self.pool.acquire(block)
+        self.pinned.append(table)
+
+    @property
+    def pinned_blocks(self) -> set[Block]:
+        return {block for table in self.pinned for block in table.blocks}
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content that is not pinned; False, and nothing forgotten, while sequences hold blocks."""
+        pinned = self.pinned_blocks
+        if self.pool.num_used > len(pinned):
+            return False
+        self.prefix_cache.clear(keep=pinned)
+        return True
+
+    def forget(self) -> None:
+        """After the pool's content was lost: no block is cached or pinned any more."""
         self.prefix_cache.clear()
+        for table in self.pinned:
+            self.pool.release(table.blocks[::-1])
+        self.pinned.clear()
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Asserts what must always hold of the pool, given every sequence that exists."""
@@ -161,7 +189,8 @@ class KVCacheManager:
         queue = self.pool.free_queue()
         assert len(queue) == self.pool.num_free, (len(queue), self.pool.num_free)
         assert self.pool.num_free + self.pool.num_used == self.spec.num_blocks - 1
-        owners = Counter(block.block_id for seq in sequences for block in seq.block_table.blocks)
+        tables = [seq.block_table for seq in sequences] + self.pinned
+        owners = Counter(block.block_id for table in tables for block in table.blocks)
         owners += Counter(copy.source.block_id for copy in self.copies)
         written = {copy.destination for copy in self.copies}
         assert len(written) == len(self.copies) and written.isdisjoint(copy.source for copy in self.copies), self.copies

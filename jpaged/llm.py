@@ -89,6 +89,23 @@ class LLM:
         )
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
+    def pin_prefix(self, prompt: Prompt) -> None:
+        """Computes a prefix, of which the full blocks then stay in the KV pool.
+
+        Raises ValueError where it has none, or would leave too little room; RuntimeError where the device fails.
+        """
+        pins = self.engine.pins
+        num_pinned = len(self.engine.kv.pinned) + 1
+        self.engine.pin_prefix(self._token_ids(prompt))
+        while pins.computing:
+            self.engine.step()
+        if len(self.engine.kv.pinned) < num_pinned:
+            raise RuntimeError("the prefix could not be computed: see the log")
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes that are not pinned; False, and nothing forgotten, while requests hold blocks."""
+        return self.engine.kv.reset_prefix_cache()
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 

@@ -46,7 +46,7 @@ class MemoryPlan:
     pool: int
     reason: str
 
-    def table(self) -> str:
+    def table(self, num_pinned_blocks: int = 0) -> str:
         """The start-up table."""
         rows = [("weights", self.weights, "")]
         if self.step is not None:
@@ -55,11 +55,15 @@ class MemoryPlan:
         rows.append(
             ("KV pool", self.pool, f"{self.spec.num_blocks} blocks of {self.spec.block_size} tokens ({self.reason})")
         )
+        if num_pinned_blocks:
+            pinned = self.pool // self.spec.num_blocks * num_pinned_blocks
+            rows.append(("  pinned prefixes", pinned, f"{num_pinned_blocks} of these blocks"))
         if self.limit is not None:
             rows.append(("limit", self.limit, f"of {self.device}"))
         lines = [f"memory on {self.device}:"]
         lines += [f"  {name:<20}{size / 2**20:>10,.1f} MiB  {note}".rstrip() for name, size, note in rows]
-        tokens, length = self.spec.num_usable_tokens, self.spec.max_model_len
+        num_blocks, length = self.spec.num_usable_blocks - num_pinned_blocks, self.spec.max_model_len
+        tokens = num_blocks * self.spec.block_size
         lines.append(
             f"  {tokens:,} tokens fit: {tokens / length:.1f} requests of the maximum length, {length:,} tokens"
         )

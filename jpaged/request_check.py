@@ -1,8 +1,10 @@
 """RequestCheck: refuses, in one line with the value and the limit, a request that can never be served."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from jpaged.beam_search import num_candidates
+from jpaged.config import CacheSpec, EngineConfig
 from jpaged.sampling_params import SamplingParams
 
 
@@ -18,6 +20,16 @@ class RequestCheck:
     block_size: int
     max_num_seqs: int
     num_eos_tokens: int
+    scheduling_policy: str = "fcfs"
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, spec: CacheSpec, *, vocab_size: int, max_position: int, num_eos_tokens: int
+    ) -> Self:
+        return cls(
+            vocab_size, spec.max_model_len, max_position, spec.num_usable_tokens, config.max_logprobs, spec.block_size,
+            config.max_num_seqs, num_eos_tokens, config.scheduling_policy,
+        )  # fmt: skip
 
     def __call__(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError."""
@@ -43,14 +55,13 @@ class RequestCheck:
             )
         if params.logprobs is not None and params.logprobs > self.max_logprobs:
             raise ValueError(f"logprobs is {params.logprobs}; the limit is {self.max_logprobs} (max_logprobs)")
+        if params.priority != 0 and self.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority is {params.priority}, but scheduling_policy is {self.scheduling_policy}, which has none: "
+                "it must be 0"
+            )
         if params.use_beam_search:
-            num_stops = len(params.stop_token_ids) + (0 if params.ignore_eos else self.num_eos_tokens)
-            num_needed = num_candidates(params.n, num_stops)
-            if num_needed > self.max_logprobs:
-                raise ValueError(
-                    f"n is {params.n} beams, which need {num_needed} log-probs at each position with {num_stops} stop "
-                    f"tokens; the limit is {self.max_logprobs} (max_logprobs)"
-                )
+            self._check_beams(params)
         if params.num_samples > 1:
             self._check_samples(num_prompt, params)
 
@@ -61,6 +72,15 @@ class RequestCheck:
         num_shared, num_blocks = num_prompt // self.block_size, self.num_usable_tokens // self.block_size
         num_each = num_shared + (num_blocks - num_shared) // params.num_samples
         return min(self.max_model_len - num_prompt, num_each * self.block_size - num_prompt + 1)
+
+    def _check_beams(self, params: SamplingParams) -> None:
+        num_stops = len(params.stop_token_ids) + (0 if params.ignore_eos else self.num_eos_tokens)
+        num_needed = num_candidates(params.n, num_stops)
+        if num_needed > self.max_logprobs:
+            raise ValueError(
+                f"n is {params.n} beams, which need {num_needed} log-probs at each position with {num_stops} stop "
+                f"tokens; the limit is {self.max_logprobs} (max_logprobs)"
+            )
 
     def _check_samples(self, num_prompt: int, params: SamplingParams) -> None:
         """Several samples share the prompt's full blocks and may share nothing else."""

@@ -13,10 +13,13 @@ from jpaged.tokenizer import Tokenizer
 
 
 class ResultProcessor:
-    """Knows every request that has not ended, in `requests`, and ends them when their samples have ended."""
+    """Knows every request that has not ended, in `requests`, and ends them when their samples have ended.
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, metrics: EngineMetrics):
-        self.scheduler, self.tokenizer, self.metrics = scheduler, tokenizer, metrics
+    unmeasured: the ids of requests that are the engine's own.
+    """
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, metrics: EngineMetrics, unmeasured: set[str]):
+        self.scheduler, self.tokenizer, self.metrics, self.unmeasured = scheduler, tokenizer, metrics, unmeasured
         self.requests: dict[str, RequestState] = {}
 
     def process(self, appended: list[tuple[int, Sequence, list[int]]], result: StepResult) -> list[OutputDelta]:
@@ -78,5 +81,7 @@ class ResultProcessor:
         seqs = [sample.seq for sample in state.samples]
         del self.requests[seqs[0].request_id]
         state.metrics.finished_time = time.monotonic()
+        if seqs[0].request_id in self.unmeasured:
+            return
         num_generated = sum(seq.num_output_tokens for seq in seqs)
         self.metrics.on_finished(state.metrics, seqs[0].num_prompt_tokens, num_generated, seqs[-1].finish_reason)

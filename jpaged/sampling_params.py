@@ -9,6 +9,7 @@ MIN_TEMPERATURE = 1e-5  # under it the division overflows: such a request is gre
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_SAMPLES = 128
+MAX_CACHE_SALT = 256  # characters
 
 
 def _require(condition: bool, message: str) -> None:
@@ -23,7 +24,9 @@ class SamplingParams:
     temperature 0 (under 1e-5) is greedy. top_k 0 or -1, top_p 1 and min_p 0 switch those filters off; they apply in the order
     min_p, top_k, top_p, to the probabilities after temperature. A seed makes a request repeatable whatever else runs.
     max_tokens None means as many as the context allows. logprobs k returns the chosen token's log-probability and the k
-    best, of the model's own distribution (before temperature and filters).
+    best, of the model's own distribution (before temperature and filters). Requests share cached prefixes only with those
+    of the same cache_salt: a tenant's own, and hard to guess, keeps others from finding out by timing what it has asked. Of two
+    requests that wait, the one of the lower priority number comes first, where the engine's scheduling_policy is priority.
 
     n samples are drawn from one prompt, each from a stream of its own: sample i of a seed is the same whatever n is. Of
     best_of samples the n with the highest cumulative log-probability are returned, best first.
@@ -53,6 +56,8 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    cache_salt: str | None = None
+    priority: int = 0
 
     def __post_init__(self):
         for name in ("stop", "stop_token_ids"):
@@ -70,7 +75,7 @@ class SamplingParams:
                 isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value),
                 f"{name} must be a finite number, got {value!r}",
             )
-        for name in ("n", "best_of", "top_k", "min_tokens", "seed", "max_tokens", "logprobs"):
+        for name in ("n", "best_of", "top_k", "min_tokens", "seed", "max_tokens", "logprobs", "priority"):
             value = getattr(self, name)
             optional = name in ("best_of", "seed", "max_tokens", "logprobs")
             _require(
@@ -106,6 +111,13 @@ class SamplingParams:
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
+        )
+        _require(-(2**63) <= self.priority < 2**63, f"priority must fit in 64 bits, got {self.priority}")
+        salt = self.cache_salt
+        _require(salt is None or isinstance(salt, str), f"cache_salt must be a string, got {salt!r}")
+        _require(
+            salt is None or 1 <= len(salt) <= MAX_CACHE_SALT,
+            f"cache_salt must have 1 to {MAX_CACHE_SALT} characters, got {len(salt or '')}",
         )
 
         self._check_beam_search()

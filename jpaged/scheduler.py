@@ -1,27 +1,25 @@
 """Scheduler: decides, every step, how many tokens of which sequences to compute."""
 
-import logging
 from collections import deque
 from collections.abc import Iterable
 
 from jpaged.beam_search import Move
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.preemption import warn_of_preemption
 from jpaged.scheduler_output import SchedulerOutput
-from jpaged.sequence import Sequence, SequenceStatus
+from jpaged.sequence import Sequence, SequenceStatus, insert_in_order
 from jpaged.sequence_queues import SequenceQueues
-
-logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """First come, first served, with iteration-level batching under a token budget.
+    """First come, first served within a priority, with iteration-level batching under a token budget.
 
     Running sequences come before waiting ones, and decodes before prefill chunks, so that one long prompt never stops
-    the others' tokens. When blocks run out the newest running sequence is preempted: its blocks are freed and it is
-    recomputed later, first in the queue. The oldest one therefore always makes progress. The sequences of a group come
-    and go together: the first of them is admitted when there is room for all, and the others fork from it as soon as it
-    has computed what they share (`SequenceGroup.plan_forks`).
+    the others' tokens. When blocks run out the newest running sequence of the lowest priority is preempted: its blocks
+    are freed and it is recomputed later, in the place in the queue that it had. The oldest one of the highest therefore
+    always makes progress. The sequences of a group come and go together: the first of them is admitted when there is
+    room for all, and the others fork from it when it has computed what they share (`SequenceGroup.plan_forks`).
 
     `schedule` may be called again before the step that it planned has run: what a step will have computed and sampled
     counts as done from then on, and `update` takes the results in the order of the plans. A sequence that turns out to
@@ -37,6 +35,7 @@ class Scheduler:
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.queues = SequenceQueues(config.max_num_seqs, kv)
         self.waiting, self.running, self.forks = self.queues.waiting, self.queues.running, self.queues.forks
+        self._num_arrived = 0
         self.num_preemptions = 0
         self.in_flight: deque[SchedulerOutput] = deque()  # planned, result not yet seen
         self._moved: list[Sequence] = []  # beams whose rows hold what they were before
@@ -50,7 +49,9 @@ class Scheduler:
         return self.queues.sequences
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        seq.order = seq.params.priority, self._num_arrived
+        self._num_arrived += 1
+        insert_in_order(self.waiting, seq)
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step; None where it would have to preempt before the steps in flight have shown who stops in them.
@@ -59,11 +60,12 @@ class Scheduler:
         """
         plan = SchedulerOutput()
         budget, block_size = self.max_num_batched_tokens, self.kv.block_size
-        for seq in list(self.running):  # decodes, then at most one unfinished prompt: the newest
+        running, chunks = list(self.running), {}
+        for i, seq in enumerate(running):  # of the budget there is always a token left for each that comes later
             if seq.num_pending and (seq.is_beam or seq.num_tokens_left == 0):  # the host must see it, or it is the last
                 continue
             num_missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens
-            num_tokens = min(num_missing, budget)
+            num_tokens = 1 if num_missing == 1 else min(num_missing, budget - (len(running) - i - 1))
             blocks = seq.block_table.blocks
             has_room = (
                 num_missing == 1
@@ -75,10 +77,13 @@ class Scheduler:
                 if has_room is None:
                     return None
             if has_room:
-                # a decode behind longer rows, as a resumed group may have it, counts as one of them
-                plan.num_decodes += num_missing == 1 and plan.num_decodes == len(plan.num_scheduled_tokens)
-                plan.num_scheduled_tokens[seq] = num_tokens
+                if num_missing == 1:
+                    plan.num_scheduled_tokens[seq] = 1
+                    plan.num_decodes += 1
+                else:
+                    chunks[seq] = num_tokens
                 budget -= num_tokens
+        plan.num_scheduled_tokens.update({seq: n for seq, n in chunks.items() if seq.status is SequenceStatus.RUNNING})
         if not plan.num_preempted:
             self._admit_waiting(budget, plan)
         if plan.num_scheduled_tokens:
@@ -103,7 +108,7 @@ class Scheduler:
         for fork in self.forks.take_ready():
             parent, child, num_tokens = fork
             self.kv.fork(parent, child, num_tokens)
-            self.queues.start(child, self.running.index(parent) + 1)
+            self.queues.start(child)
             plan.admitted.append(child)
             child.num_cached_tokens = parent.num_cached_tokens
             if fork.is_whole:
@@ -207,7 +212,8 @@ class Scheduler:
             assert seq in gone or not is_planned, f"{gone} are newer than {seq}, but came before it"
             for victim in gone:
                 plan.drop(victim)
-            self._warn_of_preemption(gone[0])
+            self.num_preemptions += 1
+            warn_of_preemption(gone[0], self.kv.spec, self.num_preemptions)
             plan.num_preempted += 1
             if seq in gone:
                 return False
@@ -230,7 +236,7 @@ class Scheduler:
             for _ in range(1 + len(forks)):
                 self.waiting.popleft()
             self.forks.add(forks)
-            self.queues.start(seq, len(self.running))
+            self.queues.start(seq)
             plan.admitted.append(seq)
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = num_matched
@@ -239,11 +245,3 @@ class Scheduler:
             plan.num_prefix_queries += seq.num_tokens
             plan.num_prefix_hits += num_matched
             budget -= num_tokens
-
-    def _warn_of_preemption(self, seq: Sequence) -> None:
-        self.num_preemptions += 1
-        logger.warning(
-            "request %s is preempted and will be recomputed: the KV pool's %d blocks are all in use (%d preemptions so "
-            "far). Raise kv_cache_memory_bytes, or lower max_num_seqs or max_num_batched_tokens.",
-            *(seq.request_id, self.kv.spec.num_usable_blocks, self.num_preemptions),
-        )

@@ -1,9 +1,12 @@
 """Sequence: one request's tokens and where their KV is."""
 
+from bisect import bisect
+from collections.abc import MutableSequence
 from copy import copy
 from enum import Enum, auto
 
 from jpaged.block_table import BlockTable
+from jpaged.prefix_cache import BlockHash
 from jpaged.sampling_params import SamplingParams
 
 
@@ -28,14 +31,15 @@ class Sequence:
     num_computed_tokens: tokens whose KV is in the pool, or will be when the steps in flight have run. num_pending:
     tokens after token_ids that a step in flight samples; only the device knows them yet. row: the sequence's place in
     the batch builder's arrays while it runs. index: which of its request's samples it is. group: the `SequenceGroup` of
-    a request that has several. is_beam: the host must see each token before the next is computed. seed: 64 bits that, with index and position, decide every draw. max_tokens: output
-    tokens allowed, already cut to the context.
+    a request that has several. is_beam: the host must see each token before the next is computed. seed: 64 bits that,
+    with index and position, decide every draw. max_tokens: output tokens allowed, already cut to the context. order:
+    its place among all others, by priority and then arrival.
     """
 
     __slots__ = (
         "request_id", "index", "group", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens",
-        "num_cached_tokens", "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens", "stop_token_ids",
-        "finish_reason", "stop_reason", "is_beam",
+        "num_cached_tokens", "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens",
+        "stop_token_ids", "finish_reason", "stop_reason", "is_beam", "order",
     )  # fmt: skip
 
     def __init__(
@@ -59,15 +63,21 @@ class Sequence:
         self.num_pending = 0
         self.num_cached_tokens: int | None = None  # prefix-cache hit at first admission
         self.block_table = BlockTable()
-        self.block_hashes: list[bytes] = []  # of the full blocks of token_ids, as far as anyone asked
+        self.block_hashes: list[BlockHash] = []  # of the full blocks of token_ids, as far as anyone asked
         self.status = SequenceStatus.WAITING
         self.row: int | None = None
+        self.order = (0, 0)
         self.seed = int(seed) % 2**64  # int: of numpy integers no 64 bits are left over for the modulus
         self.max_tokens = max_tokens
         eos = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = eos | frozenset(params.stop_token_ids)
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+
+    @property
+    def cache_keys(self) -> tuple[str, ...]:
+        """What its KV must agree in with another's, beside the tokens, to be shared."""
+        return () if self.params.cache_salt is None else (self.params.cache_salt,)
 
     @property
     def num_tokens(self) -> int:
@@ -119,3 +129,10 @@ class Sequence:
             f"Sequence({self.request_id!r}, {self.status.name}, tokens={self.num_tokens}, "
             f"computed={self.num_computed_tokens}, blocks={len(self.block_table.blocks)})"
         )
+
+
+def insert_in_order(queue: MutableSequence[Sequence], seq: Sequence) -> None:
+    if not queue or queue[-1].order < seq.order:
+        queue.append(seq)
+    else:
+        queue.insert(bisect(queue, seq.order, key=lambda other: other.order), seq)

@@ -3,7 +3,7 @@
 from collections import deque
 
 from jpaged.kv_cache_manager import KVCacheManager
-from jpaged.sequence import Sequence, SequenceStatus
+from jpaged.sequence import Sequence, SequenceStatus, insert_in_order
 from jpaged.sequence_group import ForksToCome
 
 
@@ -14,8 +14,8 @@ class SequenceQueues:
 
     def __init__(self, max_num_seqs: int, kv: KVCacheManager):
         self.kv = kv
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission, groups together
+        self.waiting: deque[Sequence] = deque()  # by their order, in which a group's follow one another
+        self.running: list[Sequence] = []  # likewise
         self.forks = ForksToCome()
         self._free_rows = list(range(max_num_seqs))[::-1]
 
@@ -23,21 +23,21 @@ class SequenceQueues:
     def sequences(self) -> list[Sequence]:
         return [*self.running, *self.forks.children, *self.waiting]
 
-    def start(self, seq: Sequence, place: int) -> None:
-        """Gives a row, and a place in the order, to a sequence that holds its first blocks."""
-        self.running.insert(place, seq)
+    def start(self, seq: Sequence) -> None:
+        """Gives a row to a sequence that holds its first blocks."""
+        insert_in_order(self.running, seq)
         seq.status = SequenceStatus.RUNNING
         seq.row = self._free_rows.pop()
 
     def preempt(self, seq: Sequence) -> list[Sequence]:
-        """Sends a sequence, and with it all of its group, back to the head of the queue; returns all that went."""
+        """Sends a sequence, and with it all of its group, back to its place in the queue; returns all that went."""
         group = [seq] if seq.group is None else seq.group.unfinished
         self.forks.drop(group)
-        for member in reversed(group):
+        for member in group:
             if member.status is SequenceStatus.RUNNING:
                 self._release(member)
             member.status = SequenceStatus.WAITING
-            self.waiting.appendleft(member)
+            insert_in_order(self.waiting, member)
         return group
 
     def finish(self, seq: Sequence, reason: str) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from jpaged.batch import HostStep
 from jpaged.errors import KernelCheckFailed
+from jpaged.metrics import StepStats
 from jpaged.model_runner import ModelRunner, PendingResult, StepResult
+from jpaged.scheduler import Scheduler
 from jpaged.scheduler_output import SchedulerOutput
 
 
@@ -27,6 +29,24 @@ class StepInFlight:
     result: PendingResult
     idle_seconds: float
     host_step: HostStep  # its buffer must outlive the step: the device may read it in place
+
+    def stats(self, scheduler: Scheduler, num_generated: int) -> StepStats:
+        """What it did, and the levels now that its result is in."""
+        plan = self.plan
+        return StepStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=scheduler.kv.usage,
+            kv_cache_sharing=scheduler.kv.sharing,
+            num_scheduled_tokens=plan.num_tokens,
+            num_padding_tokens=self.num_padding_tokens,
+            num_prompt_tokens=plan.num_new_prompt_tokens,
+            num_generation_tokens=num_generated,
+            num_preemptions=plan.num_preempted,
+            prefix_cache_queries=plan.num_prefix_queries,
+            prefix_cache_hits=plan.num_prefix_hits,
+            host_gap_seconds=self.idle_seconds,
+        )
 
 
 class StepsInFlight:

@@ -25,13 +25,14 @@ class Attention(nnx.Module):
 
     @jax.named_scope("qkv")
     def project(self, x: Float[Array, "T E"], rope: RopeTables):
-        """(q [T, H, D], k [T, K, D], v [T, K, D]), rotated to their positions."""
+        """(q [T, H, D], k [T, K, D], v [T, K, D]), rotated to their positions; q in the weights' dtype, as any input of
+        a matmul, k and v as they are: the pool rounds them."""
 
         def heads(y: Float[Array, "T HD"]) -> Float[Array, "T heads D"]:
             return y.reshape(y.shape[0], -1, self.head_dim)
 
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
-        return apply_rope(q, rope), apply_rope(k, rope), v
+        return apply_rope(q, rope).astype(self.q_proj.weight.dtype), apply_rope(k, rope), v
 
     @jax.named_scope("attention_output")
     def output(self, attended: Float[Array, "T H D"]) -> Float[Array, "T E"]:

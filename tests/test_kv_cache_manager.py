@@ -218,13 +218,40 @@ class PoolWalk(RuleBasedStateMachine):
         if comes_back:
             self.waiting.append(seq)
 
-    @precondition(lambda self: self.running)
     @rule(how_rare=st.integers(0, 9))
     def reset(self, how_rare):
         if how_rare:
             return
-        self.manager.reset_prefix_cache()
-        assert all(self.manager.match_prefix(seq) == [] for seq in self.waiting)
+        num_pinned = len(self.manager.pinned_blocks)
+        is_used = self.manager.pool.num_used > num_pinned
+        before = snapshot(self.manager, self.sequences)
+        assert self.manager.reset_prefix_cache() == (not is_used)
+        assert (
+            snapshot(self.manager, self.sequences) == before if is_used else len(self.cached_prefixes()) == num_pinned
+        )
+
+    @precondition(lambda self: self.running and self.manager.enable_prefix_caching)
+    @rule(which=st.integers(0, 99), how_rare=st.integers(0, 5))
+    def pin(self, which, how_rare):
+        seq = self.running[which % len(self.running)]
+        num_blocks = seq.num_computed_tokens // SIZE
+        if how_rare or num_blocks == 0:
+            return
+        self.manager.pin(seq.token_ids[: num_blocks * SIZE])
+        prefix = tuple(seq.token_ids[: num_blocks * SIZE])
+        held = [self.content[block.block_id * SIZE + SIZE - 1] for block in self.manager.pinned[-1].blocks]
+        assert held == [prefix[: (i + 1) * SIZE] for i in range(num_blocks)]
+
+    @rule(how_rare=st.integers(0, 9))
+    def lose_the_pool(self, how_rare):
+        if how_rare:
+            return
+        for seq in self.running:
+            self.manager.free(seq)
+        self.waiting += self.running
+        self.running.clear()
+        self.manager.forget()
+        assert self.manager.pool.num_used == 0 and all(self.manager.match_prefix(seq) == [] for seq in self.waiting)
 
     @invariant()
     def pool_is_sound(self):
@@ -237,7 +264,7 @@ class PoolWalk(RuleBasedStateMachine):
             expected = bytes(32)
             for i in range(0, len(tokens), SIZE):
                 expected = hashlib.sha256(expected + array("q", tokens[i : i + SIZE]).tobytes()).digest()
-            assert block_hash == expected, f"{block} is found under a hash that is not its content's"
+            assert block_hash.digest == expected, f"{block} is found under a hash that is not its content's"
             for offset in range(SIZE):
                 held = self.content[block.block_id * SIZE + offset]
                 assert held == tokens[: len(tokens) - SIZE + 1 + offset], f"{block} holds mixed content"
@@ -248,7 +275,7 @@ class PoolWalk(RuleBasedStateMachine):
         for seq in self.running:
             self.manager.free(seq)
         self.manager.check_invariants(self.sequences)
-        assert self.manager.pool.num_free == self.manager.spec.num_usable_blocks
+        assert self.manager.pool.num_used == len(self.manager.pinned_blocks)
 
 
 def walk_settings(num_walks, num_steps=60):

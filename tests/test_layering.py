@@ -15,9 +15,11 @@ ENGINE = ("jpaged", "models", "pallas_kernels")
 
 HOST_HALF = [
     "jpaged", "jpaged.config", "jpaged.sampling_params", "jpaged.sequence", "jpaged.block_pool", "jpaged.block_table",
-    "jpaged.prefix_cache", "jpaged.kv_cache_manager", "jpaged.scheduler", "jpaged.serve.protocol", "jpaged.metrics",
+    "jpaged.prefix_cache", "jpaged.kv_cache_manager", "jpaged.scheduler", "jpaged.scheduler_output",
+    "jpaged.sequence_group", "jpaged.sequence_queues", "jpaged.beam_search", "jpaged.serve.protocol", "jpaged.metrics",
     "jpaged.histogram",
     "jpaged.buckets", "jpaged.outputs", "jpaged.errors", "jpaged.detokenizer",
+    "jpaged.pinned_prefixes", "jpaged.debug",
 ]  # fmt: skip
 
 MAY_IMPORT_INSIDE_A_FUNCTION = {

@@ -5,7 +5,7 @@ import pytest
 from tokenizers_on_disk import smollm2
 
 from jpaged.model_runner import StepResult
-from jpaged.output_processor import RequestOutputBuilder, RequestState, SampleState, token_logprobs
+from jpaged.output_processor import RequestOutputBuilder, SampleState, token_logprobs
 from jpaged.outputs import OutputDelta
 from jpaged.sampling_batch import Sampled
 from jpaged.sampling_params import SamplingParams

@@ -19,7 +19,9 @@ run = jax.jit(sample, static_argnames="max_logprobs")
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def make_batch(params: list[dict], *, seeds=None, positions=None, indices=None, banned=None) -> tuple[SamplingBatch, np.ndarray]:
+def make_batch(
+    params: list[dict], *, seeds=None, positions=None, indices=None, banned=None
+) -> tuple[SamplingBatch, np.ndarray]:
     """Rows and their positions. Every row has a stop token; the banned ones may not stop yet."""
     batch = SamplingBatch.neutral(len(params))
     positions = np.zeros(len(params), np.int32) if positions is None else np.asarray(positions, np.int32)
@@ -27,7 +29,9 @@ def make_batch(params: list[dict], *, seeds=None, positions=None, indices=None, 
         bans = frozenset(banned[row] if banned else ())
         seed = int(seeds[row]) if seeds is not None else row
         min_length = int(positions[row]) + 1 if bans else int(positions[row])
-        batch.set_row(row, SamplingParams(**one), seed, bans or frozenset({0}), min_length, 0 if indices is None else indices[row])
+        batch.set_row(
+            row, SamplingParams(**one), seed, bans or frozenset({0}), min_length, 0 if indices is None else indices[row]
+        )
     return batch, positions
 
 

@@ -54,6 +54,13 @@ REFUSED = [
     ("stop_token_ids", ["a"], "token ids, got ['a']"),
     ("stop_token_ids", [True], "token ids, got [True]"),
     ("stop_token_ids", 7, "got 7"),
+    ("cache_salt", 7, "a string, got 7"),
+    ("priority", 1.0, "an integer, got 1.0"),
+    ("priority", None, "an integer, got None"),
+    ("priority", 2**63, f"64 bits, got {2**63}"),
+    ("cache_salt", ["a"], "a string, got ['a']"),
+    ("cache_salt", "", "1 to 256 characters, got 0"),
+    ("cache_salt", "x" * 257, "1 to 256 characters, got 257"),
     (
         "stop_token_ids",
         range(MAX_STOP_TOKEN_IDS + 1),

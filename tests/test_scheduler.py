@@ -383,7 +383,7 @@ def test_warning_of_preemption_names_the_count_so_far_and_the_knobs(caplog):
     with caplog.at_level(logging.WARNING):
         while scheduler.has_work:
             run_step(scheduler)
-    lines = [record.getMessage() for record in caplog.records if record.name == "jpaged.scheduler"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "jpaged.preemption"]
     assert len(lines) == scheduler.num_preemptions >= 2
     for number, line in enumerate(lines, start=1):
         assert f"({number} preemptions so far)" in line and "\n" not in line

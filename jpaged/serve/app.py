@@ -52,6 +52,8 @@ def make_app(loader: EngineLoader, config: ServeConfig) -> FastAPI:
         ("/metrics", routes.metrics),
     ):
         app.add_api_route(path, function, methods=["GET"], response_class=Response)
+    if config.developer_mode:
+        app.add_api_route("/reset_prefix_cache", routes.reset_prefix_cache, methods=["POST"], response_class=Response)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_our_error)
@@ -143,6 +145,15 @@ class Routes:
 
     async def metrics(self) -> Response:
         return Response(self._loader.engine().metrics.render(), media_type=PLAIN_METRICS)
+
+    async def reset_prefix_cache(self) -> Response:
+        try:
+            is_reset = await self._loader.engine().reset_prefix_cache()
+        except RuntimeError as error:
+            raise ApiError(500, str(error)) from error
+        if not is_reset:
+            raise ApiError(409, "the prefix cache is in use by running requests: try again when they have ended")
+        return json_response({"status": "ok"})
 
     def _trouble(self) -> tuple[str, str] | None:
         """(status, reason) of what keeps the engine from answering."""

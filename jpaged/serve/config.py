@@ -31,6 +31,7 @@ class ServeConfig:
     max_body_size: int = _option(32 * 2**20, "bytes that a request's body may have (default: 32M)")
     shutdown_timeout: int = _option(0, "seconds that running requests get to finish when the server is told to stop")
     access_log: bool = _option(True, "a line for each request")
+    developer_mode: bool = _option(False, "also serve POST /reset_prefix_cache")
     log_stats: bool = _option(True, "a line of rates every ten seconds while requests run", off="--disable-log-stats")
     metrics_prefix: str = _option(
         DEFAULT_PREFIX, "what metric names start with; vllm: keeps existing dashboards working"

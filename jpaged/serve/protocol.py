@@ -68,6 +68,8 @@ class GenerationBody(Body):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
 
     def check(self) -> None:
         if (name := self.request_id) and not (name.isascii() and name.isprintable() and " " not in name):

@@ -22,8 +22,6 @@ SAMPLING = {
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "echo": (False,),
-    "priority": (0,),
-    "cache_salt": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),

@@ -36,9 +36,12 @@ def ragged_paged_attention_mosaic_gpu(
     v_scale,
     return_lse,
     tiles: GpuTiles | None = None,
+    contiguous: bool = False,
     interpret=None,
 ):
     """See `ragged_paged_attention`. `interpret` is the interpreter's parameters, for tests.
+
+    Where `contiguous`, the blocks of each sequence follow the first of its table, and are not looked up.
 
     A row's result is the same to the bit alone or in any batch, verified or decoded, unless the batch holds so much KV
     that its partitions grow (`GpuTiles.partial_bytes`).
@@ -56,7 +59,7 @@ def ragged_paged_attention_mosaic_gpu(
     rows_per_token = -(-group // 8) * 8
     # The kernels read whole tiles: of 64 queries, and of the heads that fill a token's rows.
     q = jnp.pad(q, ((0, max(0, QUERIES - num_tokens)), (0, max(0, rows_per_token - num_heads)), (0, 0)))
-    shape_tail = sliding_window, None if soft_cap is None else soft_cap * _LOG2_E, interpret is not None, _look_up
+    shape_tail = sliding_window, None if soft_cap is None else soft_cap * _LOG2_E, interpret is not None, contiguous
     shape = DecodeShape(
         pool.num_kv_heads, group, rows_per_token, tiles.tokens, head_dim, pool.block_size, tiles.tile_kv, tiles.stages,
         tiles.ctas, *shape_tail,
@@ -172,10 +175,6 @@ def _check_tiles(tiles: GpuTiles, block_size: int) -> None:
             raise ValueError(f"{name} must be a multiple of 64 and of block_size = {block_size}, got {tiles}")
     if tiles.partition % tiles.tile_kv:
         raise ValueError(f"partition must be a multiple of tile_kv, got {tiles}")
-
-
-def _look_up(table, sequence, index):
-    return table[sequence, index]
 
 
 def _of_heads(scale, num_kv_heads: int):

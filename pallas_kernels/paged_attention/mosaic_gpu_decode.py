@@ -11,7 +11,6 @@ powers of two (see `xla.py`).
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -55,7 +54,7 @@ class DecodeShape:
     window: int | None
     soft_cap: float | None  # in powers of two
     interpret: bool
-    block_id: Callable  # (table_ref, sequence, index) -> physical block; tests compare the lookup with arithmetic
+    is_contiguous: bool  # the blocks of a sequence follow the first of its table: to measure what looking them up costs
 
     @property
     def rows(self) -> int:

@@ -7,7 +7,6 @@ and share its K and V: two heads of a group of the same 64 queries, or one head 
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -51,7 +50,7 @@ class PrefillShape:
     window: int | None
     soft_cap: float | None  # in powers of two
     interpret: bool
-    block_id: Callable  # (table_ref, sequence, index) -> physical block; tests compare the lookup with arithmetic
+    is_contiguous: bool  # the blocks of a sequence follow the first of its table: to measure what looking them up costs
 
     @property
     def heads(self) -> int:

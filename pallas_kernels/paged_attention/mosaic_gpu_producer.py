@@ -24,10 +24,13 @@ class Ring(NamedTuple):
 def produce(shape, pool, table, ring: Ring, for_each_item: Callable, work_of: Callable) -> None:
     """Fills the ring with the KV tiles of every work item, in order; the number of tiles so far tells the stage.
 
-    `shape` is the kernel's (stages, tile_kv, block_size, block_id), pool `[N, B, K, 2, D]`, table `[S, M]`.
+    `shape` is the kernel's (stages, tile_kv, block_size, is_contiguous), pool `[N, B, K, 2, D]`, table `[S, M]`.
     `work_of(*item)` -> (sequence, KV head, first tile, one past the last, position where its KV ends).
     """
     per_tile = shape.tile_kv // shape.block_size
+
+    def block_id(sequence, index):
+        return table[sequence, 0] + index if shape.is_contiguous else table[sequence, index]
 
     def in_one_warp(warp):
         @pl.when(warp == 0)
@@ -47,7 +50,7 @@ def produce(shape, pool, table, ring: Ring, for_each_item: Callable, work_of: Ca
             first = index * per_tile
             # Past the end the null block is fetched: it is in L2, and every tile then brings the same bytes.
             ids = [
-                jnp.where((first + b) * shape.block_size < end, shape.block_id(table, sequence, first + b), 0)
+                jnp.where((first + b) * shape.block_size < end, block_id(sequence, first + b), 0)
                 for b in range(per_tile)
             ]
             for half, (buffer, full) in enumerate(((ring.keys, ring.k_full), (ring.values, ring.v_full))):

@@ -34,9 +34,13 @@ def ragged_paged_attention_mosaic_tpu(
     v_scale=None,
     return_lse=False,
     tiles=None,
+    contiguous: bool = False,
     interpret=False,
 ):
-    """See `ragged_paged_attention`. `interpret` is pallas_call's."""
+    """See `ragged_paged_attention`. `interpret` is pallas_call's.
+
+    Where `contiguous`, the blocks of each sequence follow the first of its table, and are not looked up.
+    """
     layout = pool.shard
     if layout.form != "tpu":
         raise NotImplementedError(f"the pool's form must be tpu, got {layout.form}")
@@ -66,7 +70,7 @@ def ragged_paged_attention_mosaic_tpu(
     if sinks is not None:
         sinks = jnp.broadcast_to((sinks.astype(jnp.float32) * LOG2_E)[:, None], (len(sinks), LANES))
     out, lse = _call(
-        _packed(q, layout.lanes), pool.arrays[0], meta, jnp.stack(scales), sinks, scoring, tiles, return_lse
+        _packed(q, layout.lanes), pool.arrays[0], meta, jnp.stack(scales), sinks, scoring, tiles, return_lse, contiguous
     )
     is_real = jnp.arange(len(q)) < meta.query_start_loc[meta.distribution[2]]
     values = slice(HALF_LANES, HALF_LANES + q.shape[2]) if layout.packs_kv else slice(0, q.shape[2])
@@ -89,11 +93,11 @@ def _packed(q, lanes: int):
     return q.reshape(len(q), -1, packing, lanes)
 
 
-def _call(q, pool, meta, scales, sinks, scoring: Scoring, tiles: TpuTiles, return_lse: bool):
+def _call(q, pool, meta, scales, sinks, scoring: Scoring, tiles: TpuTiles, return_lse: bool, contiguous: bool):
     loops = (
-        Loop(scoring, 1, 1, tiles.decode_kv, is_stacked=True),
-        Loop(scoring, tiles.verify_q, tiles.verify_q, tiles.decode_kv, is_stacked=True),
-        Loop(scoring, tiles.prefill_q, tiles.strip, tiles.prefill_kv, is_stacked=False),
+        Loop(scoring, 1, 1, tiles.decode_kv, is_stacked=True, is_contiguous=contiguous),
+        Loop(scoring, tiles.verify_q, tiles.verify_q, tiles.decode_kv, is_stacked=True, is_contiguous=contiguous),
+        Loop(scoring, tiles.prefill_q, tiles.strip, tiles.prefill_kv, is_stacked=False, is_contiguous=contiguous),
     )
     tables = meta.block_tables[:, None]  # a row is a tile of its own, so that it can be copied alone
     hbm, vmem, smem = (

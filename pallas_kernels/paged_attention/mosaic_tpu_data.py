@@ -46,6 +46,7 @@ class Loop:
     strip: int  # queries multiplied at a time
     tile_kv: int  # positions multiplied at a time
     is_stacked: bool  # all heads at a time
+    is_contiguous: bool  # the blocks of a sequence follow the first of its table: to measure what looking them up costs
 
     @property
     def num_strips(self) -> int:

@@ -138,10 +138,11 @@ class _Pipeline:
             first, last = self._blocks(s, tile, at)
 
             def block(index, _):
-                source = refs.pool.at[refs.table[jax.lax.rem(s, TABLE_ROWS), 0, index]]
+                row = jax.lax.rem(s, TABLE_ROWS)
+                block_id = refs.table[row, 0, 0] + index if self.loop.is_contiguous else refs.table[row, 0, index]
                 offset = index * self.block_size - at * self.fetch
                 pltpu.make_async_copy(
-                    source, refs.kv.at[slot, pl.ds(offset, self.block_size)], refs.kv_sem.at[slot]
+                    refs.pool.at[block_id], refs.kv.at[slot, pl.ds(offset, self.block_size)], refs.kv_sem.at[slot]
                 ).start()
                 return 0
 

@@ -52,7 +52,8 @@ class Peer:
     def _commands(self, python: str, folder: Path) -> Iterator[list]:
         pip = [self.python(folder), "-m", "pip", "--disable-pip-version-check"]
         yield [python, "-m", "venv", folder / self.name]
-        yield [*pip, "install", *self.pip_options, *self.requirements]
+        # Where an index of the options is out of reach, each package would wait for five attempts.
+        yield [*pip, "install", "--retries", "1", *self.pip_options, *self.requirements]
         if self.unusable:
             yield [*pip, "uninstall", "--yes", *self.unusable]
 

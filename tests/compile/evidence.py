@@ -11,6 +11,7 @@ from jpaged.step import StepFunction
 
 UNKNOWN_CYCLES = 2**60  # the compiler writes 2**63 - 1 where it does not know
 MOST_TEMP = 0.05  # of the device's memory
+KERNELS_A_LAYER = {"tpu": 2, "gpu": 3}  # write and attention; decode, combine and prefill: XLA writes on GPU
 
 
 def bytes_a_device(tree) -> int:
@@ -19,7 +20,7 @@ def bytes_a_device(tree) -> int:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Bytes are those of one device. `state` and `all_reduces_due` are what the gates want, the rest what is."""
+    """Bytes are those of one device. `state` and what is `due` are what the gates want, the rest what is."""
 
     state: int
     alias: int
@@ -28,6 +29,8 @@ class Evidence:
     pool_copies: int
     all_reduces: int  # of the residual stream
     all_reduces_due: int
+    kernels: int  # calls of ours
+    kernels_due: int
     cycles: int  # the compiler's own estimate, of what it estimates: no kernels, collectives or copies; 0 on GPU
     seconds: float
 
@@ -51,6 +54,8 @@ class Evidence:
             pool_copies=sum(shape in shapes for shape in re.findall(r"\w+\[([\d,]+)\]\S* copy(?:-start)?\(", text)),
             all_reduces=sum(f"[{stream}]" in types for types in re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)),
             all_reduces_due=2 * step.model.num_layers + 1 if step.mesh.size > 1 else 0,
+            kernels=len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text)),
+            kernels_due=KERNELS_A_LAYER[step.layout.form] * step.model.num_layers,
             cycles=sum(count for count in cycles if count < UNKNOWN_CYCLES),
             seconds=seconds,
         )  # fmt: skip
@@ -71,6 +76,8 @@ class Evidence:
             found.append(f"memory: {self.needed + left_out} bytes needed, the device has {hbm}")
         if self.all_reduces != self.all_reduces_due:
             found.append(f"all-reduces: {self.all_reduces} of the residual stream, {self.all_reduces_due} are due")
+        if self.kernels != self.kernels_due:
+            found.append(f"kernels: {self.kernels} are called, {self.kernels_due} are due: something fell back to XLA")
         return found
 
 

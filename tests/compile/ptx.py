@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import jax
@@ -82,26 +83,19 @@ class Program:
 def compile_for_h200(function, *structs, **jit_options) -> tuple[Program, dict[str, Kernel]]:
     """The compiled program and its Mosaic kernels by name. `structs` are pytrees of anything with shape and dtype.
 
-    In a process of its own, forked from one that has compiled nothing: Mosaic keeps what it has lowered, and dumps only
-    half of the files of a kernel that it meets again.
+    In a process of its own that has compiled nothing before: Mosaic keeps what it has lowered, and dumps only half of the
+    files of a kernel that it meets again. So `function` must be one that pickle can name.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
+    with ProcessPoolExecutor(1, mp_context=_clean_processes()) as process:
+        return process.submit(_compile, function, structs, jit_options).result()
 
-    def work():
-        try:
-            sender.send(_compile(function, structs, jit_options))
-        except Exception as error:  # the child's last frame: the test raises it
-            sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
-    process = context.Process(target=work)
-    process.start()
-    sender.close()
-    result = receiver.recv()
-    process.join()
-    if isinstance(result, Exception):
-        raise result
-    return result
+@functools.cache
+def _clean_processes():
+    """Forks of a process that has imported this file and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _compile(function, structs, jit_options):

@@ -5,16 +5,18 @@ import json
 
 import jax
 import pytest
-from cases import DECODE, Case
+from cases import CONFIG, DECODE, Case
 from evidence import Evidence
 from figures import Figures
+
+from jpaged.step import StepFunction
 
 pytestmark = pytest.mark.compile
 
 CASES = [Case("8b", "v6e", 4, 1), Case("8b", "h200", 8, 1)]
 GOOD = Evidence(
     state=10 << 30, alias=10 << 30, temp=1 << 20, needed=12 << 30, pool_copies=0, all_reduces=3, all_reduces_due=3,
-    cycles=1000, seconds=1.0,
+    kernels=4, kernels_due=4, cycles=1000, seconds=1.0,
 )  # fmt: skip
 HBM = 16 << 30
 
@@ -54,11 +56,20 @@ def test_step_that_moves_its_pools_fails_a_gate_though_it_donates_them(case):
     assert {"copies", "temp"} & kinds(case.problems(evidence))
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_step_without_the_kernels_fails_the_gate_on_them(case):
+    config = dataclasses.replace(CONFIG, attention_backend="xla")
+    step = StepFunction(config, case.step.model, case.step.mesh)
+    evidence = Evidence.of(step, DECODE, num_blocks=64, max_blocks=8)
+    assert evidence.kernels < evidence.kernels_due
+    assert "kernels" in kinds(case.problems(evidence))
+
+
 def test_each_gate_sees_its_own_number_and_a_good_step_passes():
     assert GOOD.problems(HBM) == []
     for change, kind in (
         ({"alias": 9 << 30}, "alias"), ({"temp": 1 << 30}, "temp"), ({"pool_copies": 1}, "copies"),
-        ({"needed": 17 << 30}, "memory"), ({"all_reduces": 4}, "all-reduces"),
+        ({"needed": 17 << 30}, "memory"), ({"all_reduces": 4}, "all-reduces"), ({"kernels": 2}, "kernels"),
     ):  # fmt: skip
         assert kinds(dataclasses.replace(GOOD, **change).problems(HBM)) == {kind}
     assert kinds(GOOD.problems(HBM, left_out=5 << 30)) == {"memory"}

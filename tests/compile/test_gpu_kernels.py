@@ -133,26 +133,29 @@ def test_the_gates_see_what_they_should():
     assert program.alias_bytes == 0 and copies_of_the_pool(program, layer)
     greedy = dataclasses.replace(layer.tiles, stages=6, prefill_tile_kv=256, prefill_stages=1)
 
-    def attend(pool, q, k, v, meta, sinks):
-        return ragged_paged_attention_mosaic_gpu(
-            q, pool, meta, sm_scale=1.0, sliding_window=None, soft_cap=None, sinks=sinks, k_scale=None, v_scale=None,
-            return_lse=False, tiles=greedy,
-        )  # fmt: skip
-
-    _, kernels = compile_for_h200(attend, *layer.structs())
+    pool, q, _, _, meta, sinks = layer.structs()
+    attend = functools.partial(
+        ragged_paged_attention_mosaic_gpu,
+        sm_scale=1.0, sliding_window=None, soft_cap=None, k_scale=None, v_scale=None, return_lse=False, tiles=greedy,
+    )  # fmt: skip
+    _, kernels = compile_for_h200(functools.partial(with_sinks, attend), q, pool, meta, sinks)
     assert kernels["paged_decode"].ctas_per_sm == 1
     assert kernels["paged_prefill"].spilled_bytes > 0 and kernels["paged_prefill"].warnings
 
 
-def test_paging_costs_few_instructions():
-    """The decode kernel against itself with blocks that lie in order, whose ids are arithmetic and not a table's."""
+def with_sinks(attend, q, pool, meta, sinks):
+    return attend(q, pool, meta, sinks=sinks)
 
-    def kernel(block_id):
+
+def test_paging_costs_few_instructions():
+    """The decode kernel against itself with blocks that lie in order and are not looked up."""
+
+    def kernel(is_contiguous):
         layer = LAYERS[0]
         tiles, group = layer.tiles, layer.num_heads // layer.num_kv_heads
         shape = DecodeShape(
             layer.num_kv_heads, group, 8, tiles.tokens, layer.head_dim, layer.block_size, tiles.tile_kv, tiles.stages,
-            tiles.ctas, None, None, False, block_id,
+            tiles.ctas, None, None, False, is_contiguous,
         )  # fmt: skip
         pool, q, _, _, meta, _ = layer.structs()
         _, kernels = compile_for_h200(
@@ -161,7 +164,7 @@ def test_paging_costs_few_instructions():
         )  # fmt: skip
         return kernels["paged_decode"].instructions
 
-    paged = kernel(lambda table, sequence, index: table[sequence, index])
-    contiguous = kernel(lambda table, sequence, index: sequence * MAX_BLOCKS + index)
+    paged = kernel(False)
+    contiguous = kernel(True)
     print(f"PTX instructions: paged {paged}, contiguous {contiguous}, ratio {paged / contiguous:.3f}")
     assert paged <= 1.03 * contiguous

@@ -195,7 +195,7 @@ def smollm2(programs_dir):
 
 
 def test_beams_are_hugging_faces(smollm2):
-    check_fixture(smollm2, [FIXTURE["cases"][number] for number in (0, 6, 29)])  # each has outputs that end with EOS
+    check_fixture(smollm2, [FIXTURE["cases"][number] for number in (0, 29)])  # each has outputs that end with EOS
 
 
 @pytest.mark.slow

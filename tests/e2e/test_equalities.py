@@ -10,6 +10,10 @@ from tiny_model import make_tiny_model
 from jpaged.config import DEFAULT_MODEL
 from jpaged.sampling_params import SamplingParams
 
+costly = pytest.mark.parametrize(  # many programs: the real model's take minutes to compile
+    "model", ["tiny", pytest.param(DEFAULT_MODEL, marks=pytest.mark.slow)], indirect=True, scope="module"
+)
+
 
 @pytest.fixture(scope="module", params=["tiny", DEFAULT_MODEL])
 def model(request, tmp_path_factory) -> str:
@@ -64,6 +68,7 @@ def test_chunked_prefill_equals_whole_prefill(model, programs_dir, expected):
     chunked.close()
 
 
+@costly
 def test_prefill_that_is_never_chunked_equals_chunked(model, programs_dir, expected):
     whole = make_engine(
         model, programs_dir, max_num_batched_tokens=128, max_model_len=128, enable_chunked_prefill=False, enable_prefix_caching=False
@@ -89,6 +94,7 @@ def test_preempted_by_recompute_equals_not_preempted(model, programs_dir, expect
     small.close()
 
 
+@costly
 def test_preemption_with_a_prefix_cache_changes_nothing(model, programs_dir, expected):
     small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=192)
     assert_same(expected, run(small, mixed_requests(), check_every_step=True))
@@ -131,6 +137,7 @@ def test_overlap_on_equals_overlap_off(model, programs_dir, engine, expected):
     assert reasons >= {("length", type(None)), ("stop", int), ("stop", str)}
 
 
+@costly
 @pytest.mark.parametrize("overlap", [True, False])
 def test_several_decodes_in_a_row_change_nothing(model, programs_dir, expected, overlap):
     """Also where sequences stop in the middle of such a run, and where blocks run out."""

@@ -45,11 +45,11 @@ class Step:
     kwargs: dict
 
 
-def make_step(case: Case, *, placement: int = 0, poison: bool = True) -> Step:
-    """Draws the case's numbers and scatters its blocks over the pool by `placement`.
+def make_step(case: Case, *, placement: int | None = 0, poison: bool = True) -> Step:
+    """Draws the case's numbers and scatters its blocks over the pool by `placement`; None: one after the other.
 
-    Where `poison`, every slot that holds no token is NaN (in int8 the largest number), unfilled table entries point at the null block, and what no
-    kernel may read of the metadata is nonsense.
+    Where `poison`, every slot that holds no token is NaN (in int8 the largest number), unfilled table entries point at
+    the null block, and what no kernel may read of the metadata is nonsense.
     """
     rng = np.random.default_rng(0)
     max_sequences, max_blocks = 12, 24
@@ -57,7 +57,9 @@ def make_step(case: Case, *, placement: int = 0, poison: bool = True) -> Step:
     blocks_of = [-(-length // size) for _, length in sequences]
     layout = PoolLayout(case.num_kv_heads, case.head_dim, size, case.dtype, case.form)
     num_blocks = sum(blocks_of) + 4
-    order = 1 + np.random.default_rng(placement).permutation(num_blocks - 1)
+    order = 1 + np.arange(num_blocks - 1)
+    if placement is not None:
+        np.random.default_rng(placement).shuffle(order)
     unused = 127.0 if case.dtype == "int8" else np.nan
     keys, values = np.full((2, num_blocks, size, case.num_kv_heads, case.head_dim), unused if poison else 0.0)
     tables, lens = np.zeros((max_sequences, max_blocks), np.int32), np.full(max_sequences, 7, np.int32)
@@ -91,6 +93,12 @@ def make_step(case: Case, *, placement: int = 0, poison: bool = True) -> Step:
         kwargs["v_scale"] = jnp.asarray(scale, jnp.float32)
     pool = pool_from_logical(keys, values, layout)
     return Step(jnp.asarray(q, case.q_dtype), pool, meta, kwargs)
+
+
+def hide_all_but_first_blocks(step: Step) -> Step:
+    """The step with block tables of which only the first column can be used."""
+    tables = step.meta.block_tables.at[:, 1:].set(0)
+    return dataclasses.replace(step, meta=dataclasses.replace(step.meta, block_tables=tables))
 
 
 MIXED = dict(decode=(1, 16, 17, 150), verify=((4, 90), (3, 131)), prefill=((40, 40), (70, 200), (1, 1)))

@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, MIXED, Case, make_step
+from attention_cases import CASES, MIXED, Case, hide_all_but_first_blocks, make_step
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public way to the races found, or to reset
 
 from pallas_kernels import PoolLayout, ragged_paged_attention
@@ -49,8 +49,8 @@ def small_tiles(block_size: int, **more) -> GpuTiles:
     return dataclasses.replace(tiles, **more)
 
 
-def run(step, tiles: GpuTiles):
-    kwargs = NO_OPTIONS | step.kwargs
+def run(step, tiles: GpuTiles, **more):
+    kwargs = NO_OPTIONS | step.kwargs | more
     try:
         out, lse = jax.block_until_ready(
             ragged_paged_attention_mosaic_gpu(
@@ -64,7 +64,10 @@ def run(step, tiles: GpuTiles):
 
 
 def check(step, tiles: GpuTiles) -> None:
-    out, lse = run(step, tiles)
+    agrees(step, *run(step, tiles))
+
+
+def agrees(step, out, lse) -> None:
     want, want_lse = ragged_paged_attention_reference(step.q, step.pool, step.meta, **step.kwargs)
     # Weights are rounded to bfloat16 for the second product, as the output is: 2**-9 each, of values up to 3 or so.
     np.testing.assert_allclose(out, want, rtol=8e-3, atol=8e-3)
@@ -97,6 +100,12 @@ def test_agrees_with_float64_whatever_the_tiles(head_dim):
     tables = step.meta.block_tables[:, :13]  # 200 positions
     step = dataclasses.replace(step, meta=dataclasses.replace(step.meta, block_tables=tables))
     check(step, small_tiles(16, tokens=3, partition=64, partial_bytes=0, prefill_consumers=1))
+
+
+@pytest.mark.slow
+def test_contiguous_blocks_are_found_without_the_rest_of_the_table():
+    step = make_step(on_gpu(Case("contiguous", decode=(150,), prefill=((40, 100),))), placement=None)
+    agrees(step, *run(hide_all_but_first_blocks(step), small_tiles(16), contiguous=True))
 
 
 @pytest.mark.slow  # three runs
@@ -192,7 +201,7 @@ def _one_item_of_decode():
     step = make_step(on_gpu(Case("tiny", decode=(200,), num_heads=8, num_kv_heads=1)))
     shape = mosaic_gpu_decode.DecodeShape(
         num_kv_heads=1, group=8, rows_per_token=8, tokens=1, head_dim=64, block_size=16, tile_kv=64, stages=2, ctas=1,
-        window=None, soft_cap=None, interpret=True, block_id=lambda table, sequence, index: table[sequence, index],
+        window=None, soft_cap=None, interpret=True, is_contiguous=False,
     )  # fmt: skip
     items = jnp.asarray([[0], [0], [199], [0], [200]], jnp.int32)
     try:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, MIXED, Case, make_step
+from attention_cases import CASES, MIXED, Case, hide_all_but_first_blocks, make_step
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic.interpret.utils import to_range
 from jax.experimental.pallas import tpu as pltpu
@@ -33,7 +33,7 @@ MODES = ("on_wait", "eager")
 TILES = TpuTiles(
     fetch=256, buffers=3, decode_kv=128, prefill_kv=128, verify_q=8, prefill_q=32, strip=16, vmem_bytes=2**24
 )
-STATIC = ("sm_scale", "sliding_window", "soft_cap", "return_lse", "tiles", "interpret")
+STATIC = ("sm_scale", "sliding_window", "soft_cap", "return_lse", "tiles", "contiguous", "interpret")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # reason: see the module's docstring
 
 
@@ -114,6 +114,12 @@ def test_agrees_with_float64(case, mode):
 def test_tiles_change_no_number_beyond_rounding(tiles):
     step = make_step(Case("tiled", **MIXED, form="tpu", options=(("sliding_window", 70),)))
     _check(step, _attend(step, tiles=dataclasses.replace(TILES, **tiles)))
+
+
+@pytest.mark.slow  # as above
+def test_contiguous_blocks_are_found_without_the_rest_of_the_table():
+    step = make_step(Case("contiguous", **MIXED, form="tpu"), placement=None)
+    _check(step, _attend(hide_all_but_first_blocks(step), contiguous=True))
 
 
 def test_neighbours_placement_poison_and_chunks_change_nothing():

@@ -140,6 +140,31 @@ def test_usage_counts_what_the_prefix_cache_gave(client):
     assert usage["prompt_tokens_details"]["cached_tokens"] == 32
 
 
+def test_a_salt_keeps_a_tenants_prefixes_to_itself(client):
+    def cached(**fields) -> int:
+        usage = complete(client, "a prompt of many words, long enough", max_tokens=1, **fields)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(cache_salt=salt) for salt in ("a", "b", "a")] == [0, 0, 32]
+    for salt, says in ((7, "cache_salt must be a string"), ("", "1 to 256 characters"), ("x" * 257, "got 257")):
+        response = client.post("/v1/completions", json={"prompt": "x", "cache_salt": salt})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "cache_salt") and says in error["message"]
+
+
+def test_the_prefix_cache_is_reset_over_http_in_developer_mode_alone(client, serve, engine):
+    assert client.post("/reset_prefix_cache").status_code == 404
+    developer = serve(engine, developer_mode=True)
+    complete(client, "another prompt of many words, long enough", max_tokens=1)
+    assert developer.post("/reset_prefix_cache").json() == {"status": "ok"}
+    usage = complete(client, "another prompt of many words, long enough", max_tokens=1)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    with client.stream("POST", "/v1/completions", json=GREEDY | {"prompt": "x", "max_tokens": 200, "stream": True}):
+        wait_until(lambda: engine.metrics.num_running)
+        error = developer.post("/reset_prefix_cache").json()["error"]
+    assert (error["code"], error["type"]) == (409, "ConflictError") and "in use" in error["message"]
+
+
 def test_tokens_survive_the_round_trip(client):
     for text in ("hello <|im_end|> é😀", "\x00\u2028", " "):
         tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]

@@ -1,0 +1,150 @@
+"""What the pool holds and who owns it: `snapshot` as plain data, `memory_map` as the picture of the PagedAttention paper."""
+
+from collections.abc import Callable, Iterator
+from string import ascii_uppercase
+
+from jpaged.scheduler import Scheduler
+from jpaged.sequence import Sequence
+
+WIDTH = 100
+BLOCKS_A_LINE = 64
+GAUGE = 8  # characters
+MAX_BLOCKS_SHOWN = 8  # of a sequence
+MAX_SEQUENCES_SHOWN = 26
+FREE, CACHED, PINNED, MANY = "·", "○", "●", "+"
+
+
+def snapshot(scheduler: Scheduler) -> dict:
+    """Every block, table and queue, as data that json can write.
+
+    Slots count as filled when a step that fills them was planned: one or more may still be in flight.
+    """
+    kv = scheduler.kv
+    filled = {}
+    for seq in scheduler.sequences:
+        for i, block in enumerate(seq.block_table.blocks):
+            num_slots = min(max(seq.num_computed_tokens - i * kv.block_size, 0), kv.block_size)
+            filled[block] = max(num_slots, filled.get(block, 0))
+    pinned = kv.pinned_blocks
+    return {
+        "block_size": kv.block_size,
+        "blocks": [
+            {
+                "id": block.block_id,
+                "owners": block.ref_count,
+                "hash": None if block.block_hash is None else block.block_hash.digest.hex(),
+                "filled": kv.block_size if block.block_hash is not None else filled.get(block, 0),
+                "pinned": block in pinned,
+            }
+            for block in kv.pool.blocks[1:]
+        ],
+        "free_queue": [block.block_id for block in kv.pool.free_queue()],
+        "pinned": [table.block_ids() for table in kv.pinned],
+        "running": [_sequence(seq) for seq in scheduler.running],
+        "waiting": [_sequence(seq) for seq in scheduler.waiting],
+        "num_steps_in_flight": len(scheduler.in_flight),
+    }
+
+
+def _sequence(seq: Sequence) -> dict:
+    return {
+        "request_id": seq.request_id,
+        "sample": seq.index,
+        "token_ids": list(seq.token_ids),
+        "num_prompt_tokens": seq.num_prompt_tokens,
+        "num_computed_tokens": seq.num_computed_tokens,
+        "num_pending_tokens": seq.num_pending,
+        "table": seq.block_table.block_ids(),
+    }
+
+
+def memory_map(state: dict, decode: Callable[[list[int]], str] | None = None) -> str:
+    """A snapshot drawn in 100 columns: the pool block by block, then each sequence's table, logical block to physical.
+
+    decode: for the text of each block; token ids stand there without.
+    """
+    blocks = {block["id"]: block for block in state["blocks"]}
+    shown = state["running"][:MAX_SEQUENCES_SHOWN]
+    letters = dict(zip(map(_name, shown), ascii_uppercase))
+    lines = [*_pool_lines(state, letters), ""]
+    for seq in shown:
+        lines += [*_sequence_lines(seq, letters[_name(seq)], blocks, state["block_size"], decode), ""]
+    if num_more := len(state["running"]) - len(shown):
+        lines += [f"and {num_more} more that run", ""]
+    lines += _waiting_lines(state["waiting"])
+    return "\n".join(lines).rstrip()
+
+
+def _pool_lines(state: dict, letters: dict[str, str]) -> Iterator[str]:
+    blocks, size = state["blocks"], state["block_size"]
+    num_used = sum(block["owners"] > 0 for block in blocks)
+    num_cached = sum(block["owners"] == 0 and block["hash"] is not None for block in blocks)
+    num_logical = sum(block["owners"] for block in blocks)
+    yield (
+        f"KV pool  {len(blocks)} blocks of {size} tokens: {num_used} used, {len(blocks) - num_used} free"
+        f" ({num_cached} of them cached)"
+    )
+    if num_used:
+        saved = 1 - num_used / num_logical
+        yield f"         {num_logical} logical blocks in {num_used} physical: sharing saves {saved:.0%}"
+    owner = {block_id: letters.get(_name(seq), MANY) for seq in state["running"] for block_id in seq["table"]}
+    yield ""
+    for begin in range(0, len(blocks), BLOCKS_A_LINE):
+        row = [_cell(block, owner) for block in blocks[begin : begin + BLOCKS_A_LINE]]
+        groups = ["".join(row[i : i + 8]) for i in range(0, len(row), 8)]
+        yield f"{blocks[begin]['id']:>7}  {' '.join(groups)}"
+    yield f"         A-Z a sequence's own   2-9 owners   {PINNED} pinned   {CACHED} free, still cached   {FREE} free"
+
+
+def _cell(block: dict, owner: dict[int, str]) -> str:
+    if block["owners"] == 0:
+        return FREE if block["hash"] is None else CACHED
+    if block["pinned"]:
+        return PINNED
+    if block["owners"] > 1:
+        return str(block["owners"]) if block["owners"] < 10 else MANY
+    return owner.get(block["id"], MANY)
+
+
+def _sequence_lines(seq: dict, letter: str, blocks: dict[int, dict], size: int, decode) -> Iterator[str]:
+    num_tokens, table = len(seq["token_ids"]), seq["table"]
+    yield (
+        f"{letter}  request {_clip(_name(seq), 40)}: {seq['num_prompt_tokens']} tokens of prompt and "
+        f"{num_tokens - seq['num_prompt_tokens']} of output, {seq['num_computed_tokens']} computed"
+    )
+    yield "   logical  physical            owners"
+    hidden = range(0)
+    if len(table) > MAX_BLOCKS_SHOWN:
+        hidden = range(MAX_BLOCKS_SHOWN // 2, len(table) - MAX_BLOCKS_SHOWN // 2)
+    for i, block_id in enumerate(table):
+        if i in hidden:
+            if i == hidden.start:
+                yield f"       ...  {len(hidden)} blocks more"
+            continue
+        block = blocks[block_id]
+        num_filled = min(max(seq["num_computed_tokens"] - i * size, 0), size)
+        gauge = "█" * (num_filled * GAUGE // size)
+        gauge += "▌" * (num_filled * GAUGE % size > 0)
+        owners = f"{PINNED} {block['owners']}" if block["pinned"] else f"  {block['owners']}"
+        token_ids = seq["token_ids"][i * size : (i + 1) * size]
+        text = repr(decode(token_ids)) if decode else " ".join(map(str, token_ids))
+        line = f"{i:>10}  {block_id:>6}  {gauge.ljust(GAUGE, '░')}  {owners}  "
+        yield line + _clip(text, WIDTH - len(line))
+
+
+def _waiting_lines(waiting: list[dict]) -> Iterator[str]:
+    if not waiting:
+        return
+    yield f"{len(waiting)} waiting, the next first"
+    for seq in waiting[:MAX_BLOCKS_SHOWN]:
+        yield f"   request {_clip(_name(seq), 40)}: {len(seq['token_ids'])} tokens"
+    if len(waiting) > MAX_BLOCKS_SHOWN:
+        yield f"   and {len(waiting) - MAX_BLOCKS_SHOWN} more"
+
+
+def _name(seq: dict) -> str:
+    return f"{seq['request_id']} sample {seq['sample']}" if seq["sample"] else seq["request_id"]
+
+
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

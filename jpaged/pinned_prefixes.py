@@ -1,0 +1,82 @@
+"""PinnedPrefixes: prompts that an operator keeps in the prefix cache for good."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.outputs import OutputDelta
+from jpaged.prefix_cache import BlockHash
+from jpaged.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+PARAMS = SamplingParams(temperature=0, max_tokens=1)
+
+
+class PinnedPrefixes:
+    """Each is computed once, as a request of one token that nobody hears of; then its full blocks are owned here."""
+
+    def __init__(self, kv: KVCacheManager, add_request: Callable[[str, list[int], SamplingParams], object]):
+        self._kv = kv
+        self._add_request = add_request
+        self._hashes: set[BlockHash] = set()
+        self.prefixes: dict[str, list[int]] = {}  # by request id
+        self.computing: set[str] = set()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the prefixes take, those still to be computed included."""
+        return len(self._hashes)
+
+    def add(self, token_ids: list[int]) -> None:
+        """Queues a prefix. Raises ValueError where it has no full block, or leaves no room for a request of maximum length."""
+        kv, spec = self._kv, self._kv.spec
+        if not kv.enable_prefix_caching:
+            raise ValueError("pin_prefix needs enable_prefix_caching")
+        num_blocks = len(token_ids) // spec.block_size
+        if num_blocks == 0:
+            raise ValueError(f"pin_prefix has {len(token_ids)} tokens; the least is a block, {spec.block_size} tokens")
+        hashes: list[BlockHash] = []
+        kv.prefix_cache.extend_hashes(hashes, token_ids, num_blocks)
+        total = len(self._hashes.union(hashes))
+        if total + spec.max_blocks_per_seq > spec.num_usable_blocks:
+            raise ValueError(
+                f"pin_prefix needs {total} blocks in all, which leaves {spec.num_usable_blocks - total} of the KV pool's "
+                f"{spec.num_usable_blocks}; a request of max_model_len ({spec.max_model_len}) needs "
+                f"{spec.max_blocks_per_seq}: raise kv_cache_memory_bytes or lower max_model_len"
+            )
+        request_id = f"pinned prefix {len(self.prefixes)}"
+        self._queue(request_id, token_ids)
+        self.prefixes[request_id] = token_ids
+        self._hashes.update(hashes)
+
+    def take(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Pins what a step has completed; returns the deltas that are for others. To be called before the next step is
+        planned, which might take the blocks."""
+        for delta in deltas:
+            if delta.request_id in self.computing and delta.finish_reason is not None:
+                self.computing.remove(delta.request_id)
+                if delta.error is None:
+                    self._kv.pin(self.prefixes[delta.request_id])
+                else:
+                    logger.error("%s could not be computed: %s", delta.request_id, delta.error)
+        return [delta for delta in deltas if delta.request_id not in self.prefixes]
+
+    def recompute(self) -> None:
+        """After the pool's content was lost."""
+        for request_id, token_ids in self.prefixes.items():
+            if request_id not in self.computing:
+                self._queue(request_id, token_ids)
+
+    def _queue(self, request_id: str, token_ids: list[int]) -> None:
+        self._add_request(request_id, token_ids, PARAMS)
+        self.computing.add(request_id)
+
+
+def read_prefix(path: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """The tokens of a text file, as of a prompt. Raises OSError, or ValueError that names the file."""
+    try:
+        return encode(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"pin_prefix: {path} is not UTF-8 text: {error.reason} at byte {error.start}") from None

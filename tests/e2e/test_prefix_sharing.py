@@ -1,0 +1,198 @@
+"""Who may share a prefix, for how long, and that it shows nowhere but in what is computed."""
+
+import random
+
+import pytest
+from engines import Request, make_engine, run
+from tiny_model import make_tiny_model
+
+from jpaged import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def engine(model, programs_dir):
+    engine = make_engine(model, programs_dir, num_blocks_override=21, max_model_len=160)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def llm(engine):
+    llm = LLM.__new__(LLM)
+    llm.engine = engine
+    assert llm.reset_prefix_cache()
+    return llm
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def hits(engine, request: Request) -> tuple[int, list[int]]:
+    """Tokens of one request that the cache gave, and its output."""
+    before = engine.metrics.prefix_cache_hits
+    (output,) = run(engine, [request], check_every_step=True)
+    return engine.metrics.prefix_cache_hits - before, output.token_ids
+
+
+def salted(salt: str | None) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, cache_salt=salt)
+
+
+@pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_a_cached_prefix_that_covers_the_whole_prompt_still_computes_its_last_token(llm, engine, length):
+    request = Request(prompt(length), GREEDY)
+    cold, expected = hits(engine, request)
+    warm, tokens = hits(engine, request)
+    assert (cold, warm, tokens) == (0, (length - 1) // BLOCK * BLOCK, expected)
+
+
+def test_a_salt_shares_with_its_own_tenant_alone(llm, engine):
+    ids = prompt(40)
+    found = [hits(engine, Request(ids, salted(salt))) for salt in (None, "a", "b", "a", None, "b", "c")]
+    assert [num_hits for num_hits, _ in found] == [0, 0, 0, 32, 32, 32, 0]
+    assert len({tuple(tokens) for _, tokens in found}) == 1
+
+
+def test_a_preempted_request_finds_its_own_prefix_again(llm, engine):
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    requests = [Request(prompt(48, seed), params) for seed in range(4)]
+    alone = [run(engine, [request])[0].token_ids for request in requests]
+    assert llm.reset_prefix_cache()
+    before, num_preemptions = engine.metrics.prefix_cache_hits, engine.scheduler.num_preemptions
+    together = [output.token_ids for output in run(engine, requests, check_every_step=True)]
+    assert together == alone and engine.scheduler.num_preemptions > num_preemptions
+    assert engine.metrics.prefix_cache_hits > before
+
+
+def test_the_cache_is_reset_only_while_nobody_holds_blocks(llm, engine):
+    request = Request(prompt(40), GREEDY)
+    hits(engine, request)
+    engine.add_request("running", request.prompt, GREEDY)
+    engine.step()
+    assert not llm.reset_prefix_cache()
+    while engine.has_work:
+        engine.step()
+    assert hits(engine, request)[0] == 32
+    assert llm.reset_prefix_cache()
+    assert hits(engine, request)[0] == 0
+
+
+@pytest.fixture(scope="module")
+def pinned(model, programs_dir, tmp_path_factory):
+    """20 usable blocks, of which 3 are pinned by a file."""
+    path = tmp_path_factory.mktemp("pins") / "prefix.txt"
+    path.write_text("You are a helpful assistant. " * 2, encoding="utf-8")  # 58 tokens, one a byte
+    engine = make_engine(model, programs_dir, num_blocks_override=21, max_model_len=160, pin_prefix=(str(path),))
+    yield engine
+    engine.close()
+
+
+def pinned_prefix(engine) -> list[int]:
+    return engine.tokenizer.encode("You are a helpful assistant. " * 2)
+
+
+def drain(engine):
+    while engine.has_work:
+        assert engine.step() == []
+
+
+def check_idle(engine, num_pinned=3):
+    engine.kv.check_invariants([])
+    assert engine.kv.pool.num_used == len(engine.kv.pinned_blocks) == num_pinned and not engine.has_work
+
+
+def ask(engine, ids: list[int]) -> tuple[int, list[int]]:
+    tokens = []
+    engine.add_request("asked", ids, GREEDY)
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.request_id == "asked"
+            tokens += delta.token_ids
+            num_cached = delta.num_cached_tokens
+        engine.kv.check_invariants(engine.scheduler.sequences)
+    return num_cached, tokens
+
+
+def test_a_pinned_prefix_is_computed_once_and_outlives_any_traffic(pinned, engine):
+    drain(pinned)
+    check_idle(pinned)
+    assert pinned.metrics.request_success.total() == 0
+    ids = pinned_prefix(pinned) + [1, 2, 3]
+    assert ask(pinned, ids) == (48, run(engine, [Request(ids, GREEDY)])[0].token_ids)
+    for seed in range(9):  # 90 blocks through a pool of 20
+        assert ask(pinned, prompt(150, seed))[0] == 0
+    assert ask(pinned, ids)[0] == 48
+    assert pinned.kv.reset_prefix_cache()  # what is pinned stays
+    assert ask(pinned, ids)[0] == 48
+    check_idle(pinned)
+
+
+def test_pinned_prefixes_are_computed_anew_after_the_pool_was_lost(pinned, monkeypatch):
+    drain(pinned)
+    ids, submit = pinned_prefix(pinned) + [5], pinned.runner.submit
+    _, expected = ask(pinned, ids)
+
+    def broken(step):
+        monkeypatch.setattr(pinned.runner, "submit", submit)
+        submit(step)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(pinned.runner, "submit", broken)
+    assert ask(pinned, ids)[1] == expected
+    check_idle(pinned)
+    assert ask(pinned, ids) == (48, expected)
+
+
+def test_pinned_prefixes_share_their_common_blocks_and_are_counted_once(model, programs_dir):
+    engine = make_engine(model, programs_dir, num_blocks_override=21, max_model_len=160)
+    llm = LLM.__new__(LLM)
+    llm.engine = engine
+    first, second = prompt(40), prompt(40)[:33] + prompt(31, seed=9)
+    llm.pin_prefix(first)
+    llm.pin_prefix(second)
+    assert engine.pins.num_blocks == 4
+    check_idle(engine, num_pinned=4)
+    assert ask(engine, second)[0] == 48
+    with pytest.raises(
+        ValueError, match=r"pin_prefix needs 13 blocks in all.*of the KV pool's 20.*max_model_len \(160\) needs 10"
+    ):
+        llm.pin_prefix(prompt(150, seed=3))
+    with pytest.raises(ValueError, match="pin_prefix has 15 tokens; the least is a block, 16 tokens"):
+        llm.pin_prefix(prompt(15))
+    with pytest.raises(ValueError, match=r"token id 999"):
+        llm.pin_prefix([999] * 20)
+    check_idle(engine, num_pinned=4)
+    assert engine.pins.num_blocks == 4
+    engine.close()
+
+
+def test_the_memory_table_counts_what_is_pinned(pinned):
+    table = pinned.runner.memory.table(pinned.pins.num_blocks)
+    assert "pinned prefixes" in table and "3 of these blocks" in table and "272 tokens fit" in table
+    assert "pinned" not in pinned.runner.memory.table()
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(model, programs_dir, tmp_path):
+    path = tmp_path / "noise.bin"
+    path.write_bytes(b"good, then \xff")
+    with pytest.raises(ValueError, match=r"pin_prefix: .*noise.bin is not UTF-8 text: .* at byte 11"):
+        make_engine(model, programs_dir, pin_prefix=(str(path),))
+    with pytest.raises(FileNotFoundError, match="nowhere.txt"):
+        make_engine(model, programs_dir, pin_prefix=(str(tmp_path / "nowhere.txt"),))
+
+
+def test_pinning_needs_the_cache(model, programs_dir):
+    engine = make_engine(model, programs_dir, enable_prefix_caching=False)
+    with pytest.raises(ValueError, match="pin_prefix needs enable_prefix_caching"):
+        engine.pin_prefix(prompt(40))
+    engine.close()

@@ -1,0 +1,89 @@
+"""snapshot and memory_map: what they say of the pool is what is there, in 100 columns."""
+
+import json
+
+import pytest
+from test_scheduler import Walk, fake_tokens, make, request
+
+from jpaged.debug import memory_map, snapshot
+
+
+def run_step(scheduler):
+    plan = scheduler.schedule()
+    scheduler.update(plan, fake_tokens(plan))
+
+
+def shared_run():
+    """Two requests that share two blocks of 4 with a pinned prefix, one that has ended, and one that waits."""
+    _, _, scheduler = make(budget=16, num_blocks=21, max_num_seqs=2)
+    prefix = list(range(10, 18))
+    scheduler.add(request(1, prefix + [1, 2, 3, 4], max_tokens=1))
+    while scheduler.has_work:
+        run_step(scheduler)
+    scheduler.kv.pin(prefix)
+    scheduler.add(request(2, prefix + [5], max_tokens=9))
+    scheduler.add(request(3, prefix + [6, 7, 8, 9, 10], max_tokens=9))
+    scheduler.add(request(4, prefix, max_tokens=9))
+    for _ in range(2):
+        run_step(scheduler)
+    return scheduler
+
+
+def test_memory_map_draws_blocks_tables_and_queues():
+    scheduler = shared_run()
+    state = json.loads(json.dumps(snapshot(scheduler)))
+    lines = memory_map(state).splitlines()
+    outputs = [" ".join(map(str, seq.output_token_ids)) for seq in scheduler.running]
+    assert lines[:5] == [
+        "KV pool  20 blocks of 4 tokens: 5 used, 15 free (1 of them cached)",
+        "         9 logical blocks in 5 physical: sharing saves 44%",
+        "",
+        "      1  ●●○ABB·· ········ ····",
+        "         A-Z a sequence's own   2-9 owners   ● pinned   ○ free, still cached   · free",
+    ]
+    assert lines[6:11] == [
+        "A  request 2: 9 tokens of prompt and 2 of output, 10 computed",
+        "   logical  physical            owners",
+        "         0       1  ████████  ● 3  10 11 12 13",
+        "         1       2  ████████  ● 3  14 15 16 17",
+        f"         2       4  ████░░░░    1  5 {outputs[0]}",
+    ]
+    assert lines[17:18] == [f"         3       6  ████░░░░    1  10 {outputs[1]}"]
+    assert lines[-2:] == ["1 waiting, the next first", "   request 4: 8 tokens"]
+
+
+def test_blocks_show_their_text_where_somebody_can_read_it():
+    drawn = memory_map(snapshot(shared_run()), decode=lambda ids: "".join(chr(ord("a") + i) for i in ids))
+    assert "  'klmn'" in drawn and "  'opqr'" in drawn
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_snapshot_of_any_walk_agrees_with_the_pool_and_fits_the_page(seed):
+    walk = Walk(seed, max_in_flight=1)
+    for _ in walk.steps(num_requests=15):
+        state = snapshot(walk.scheduler)
+        pool = walk.scheduler.kv.pool
+        assert json.loads(json.dumps(state)) == state
+        tables = [seq["table"] for seq in state["running"] + state["waiting"]]
+        for block in state["blocks"]:
+            assert block["owners"] == sum(table.count(block["id"]) for table in tables)
+            assert (block["owners"] == 0) == (block["id"] in state["free_queue"])
+            assert 0 <= block["filled"] <= state["block_size"]
+        assert len(state["free_queue"]) == pool.num_free and len(state["blocks"]) == walk.spec.num_usable_blocks
+        for seq in state["running"]:
+            filled = [state["blocks"][block_id - 1]["filled"] for block_id in seq["table"]]
+            assert sum(filled) >= seq["num_computed_tokens"]
+        for decode in (None, str):
+            assert all(len(line) <= 100 for line in memory_map(state, decode).splitlines())
+
+
+def test_long_tables_and_long_queues_are_cut_short():
+    _, _, scheduler = make(budget=64, num_blocks=300, block_size=1, max_num_seqs=30)
+    for number in range(45):
+        scheduler.add(request(number, [number] * 20, max_tokens=20))
+    for _ in range(40):
+        run_step(scheduler)
+    lines = memory_map(snapshot(scheduler)).splitlines()
+    assert any("blocks more" in line for line in lines) and "and 37 more" not in lines
+    assert len(lines) < 320 and all(len(line) <= 100 for line in lines)
+    assert any(line.strip().startswith("and ") and line.endswith("more") for line in lines)
