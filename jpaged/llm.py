@@ -68,9 +68,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         beam_width: int,
         max_tokens: int,
-        *,
         length_penalty: float = 1.0,
         early_stopping: bool | str = False,
+        *,
         ignore_eos: bool = False,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
