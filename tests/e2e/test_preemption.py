@@ -12,6 +12,11 @@ from jpaged.sequence import FinishReason
 from jpaged.swap_space import CHUNK
 
 GIB = 2**30
+SMALL = {
+    4: (30, 60),
+    16: (14, 60),
+    64: (9, 160),
+}  # block size: (blocks, output tokens); somebody has to go all the time
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +24,7 @@ def model(tmp_path_factory) -> str:
     return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
-def requests(block_size: int = 16, max_tokens: int = 60) -> list[Request]:
+def requests(block_size: int, max_tokens: int) -> list[Request]:
     """Greedy and seeded, some with a common beginning, around the edges of blocks."""
     rng = random.Random(0)
     common = [rng.randrange(256) for _ in range(2 * block_size)]
@@ -43,16 +48,12 @@ def assert_equal(first, second):
             assert mine[token].logprob == pytest.approx(its[token].logprob, abs=1e-3)
 
 
-def small_pool(block_size: int, longest: int) -> int:
-    """One request of maximum length and a half: somebody has to go every few steps."""
-    return longest // block_size * 3 // 2 + 2
-
-
 def check_matrix(model, programs_dir, block_size, cache_dtype, overlaps, cachings):
-    longest = 4 * block_size + 64
+    num_blocks, max_tokens = SMALL[block_size]
+    longest = 4 * block_size + max_tokens + 4
     options = {"block_size": block_size, "kv_cache_dtype": cache_dtype, "max_model_len": longest}
     roomy = make_engine(model, programs_dir, enable_prefix_caching=False, num_blocks_override=200, **options)
-    load = requests(block_size)
+    load = requests(block_size, max_tokens)
     expected = run(roomy, load)
     assert roomy.scheduler.num_preemptions == 0
     roomy.close()
@@ -60,7 +61,7 @@ def check_matrix(model, programs_dir, block_size, cache_dtype, overlaps, caching
         for caching in cachings:
             for mode in ("recompute", "swap"):
                 engine = make_engine(
-                    model, programs_dir, num_blocks_override=small_pool(block_size, longest), preemption_mode=mode,
+                    model, programs_dir, num_blocks_override=num_blocks, preemption_mode=mode,
                     async_scheduling=overlap, enable_prefix_caching=caching, **options,
                 )  # fmt: skip
                 swaps = count_swaps(engine)
@@ -179,6 +180,17 @@ def test_an_abort_at_any_step_leaves_no_block_behind(swapping, which, every):
             step_until(swapping, lambda: not swapping.has_work)
         finish(swapping)
     assert while_swapped >= 3
+
+
+def test_where_no_memory_is_pinned_blocks_wait_in_numpy_arrays(swapping, monkeypatch):
+    load = [
+        Request([number + 1] * 30, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)) for number in range(3)
+    ]
+    expected = [output.token_ids for output in run(swapping, load)]
+    before = swapping.metrics.num_swapped_out
+    monkeypatch.setattr(swapping.runner._swapper, "_host", None)
+    assert [output.token_ids for output in run(swapping, load, check_every_step=True)] == expected
+    assert swapping.metrics.num_swapped_out > before
 
 
 def test_a_failed_step_drops_what_was_on_its_way_to_host_memory(swapping, monkeypatch):
