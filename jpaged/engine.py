@@ -58,8 +58,12 @@ class LLMEngine:
         self.validate = RequestCheck.of(
             config, self.spec, vocab_size=self.model_config.vocab_size, max_position=self.model_config.max_position
         )
-        self.kv = KVCacheManager(self.spec, enable_prefix_caching=config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, self.kv)
+        self.kv = KVCacheManager(
+            self.spec,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_host_blocks=self.runner.num_host_blocks,
+        )
+        self.scheduler = Scheduler(config, self.kv, self.runner.preemption())
         self.batch_builder = BatchBuilder(config, self.spec)
         self.requests: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
@@ -68,7 +72,7 @@ class LLMEngine:
         self.pins = PinnedPrefixes(self.kv, self.add_request)
         for path in config.pin_prefix:
             self.pin_prefix(read_prefix(path, self.tokenizer.encode))
-        logger.info(self.runner.memory.table(self.pins.num_blocks))
+        logger.info(self.runner.memory.table(self.pins.num_blocks, self.runner.num_host_blocks))
 
     @property
     def max_model_len(self) -> int:

@@ -8,6 +8,7 @@ from jpaged.block_table import BlockTable
 from jpaged.config import CacheSpec
 from jpaged.prefix_cache import BlockHash, PrefixCache
 from jpaged.sequence import Sequence
+from jpaged.swap_space import SwappedOut, SwapSpace
 
 
 class KVCacheManager:
@@ -16,13 +17,14 @@ class KVCacheManager:
     Running out of blocks is a return value, never an exception. After a None nothing has changed.
     """
 
-    def __init__(self, spec: CacheSpec, *, enable_prefix_caching: bool = True):
+    def __init__(self, spec: CacheSpec, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
         self.spec = spec
         self.block_size = spec.block_size
         self.pool = BlockPool(spec.num_blocks)
         self.prefix_cache = PrefixCache(spec.block_size)
         self.enable_prefix_caching = enable_prefix_caching
         self.pinned: list[BlockTable] = []
+        self.swap_space = SwapSpace(num_host_blocks)
 
     @property
     def usage(self) -> float:
@@ -40,6 +42,12 @@ class KVCacheManager:
         self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks, seq.cache_keys)
         return self.prefix_cache.match(seq.block_hashes, num_blocks)
 
+    def num_tokens_found(self, seq: Sequence, matched: list[Block]) -> int:
+        """How many tokens of a sequence that holds no blocks need no computing: they are cached or swapped out."""
+        num_matched, swapped = len(matched) * self.block_size, seq.swapped
+        has_all = swapped is not None and len(matched) >= swapped.first_block
+        return max(num_matched, swapped.num_computed_tokens) if has_all else num_matched
+
     def admit(
         self, seq: Sequence, matched: list[Block], num_new_tokens: int, *, reserve: int = 0
     ) -> list[Block] | None:
@@ -55,7 +63,7 @@ class KVCacheManager:
         for block in matched:
             self.pool.acquire(block)
         seq.block_table.blocks.extend(matched)
-        seq.num_computed_tokens = len(matched) * self.block_size
+        seq.num_computed_tokens = self.num_tokens_found(seq, matched)
         return self.allocate_slots(seq, num_new_tokens)
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> list[Block] | None:
@@ -92,6 +100,46 @@ class KVCacheManager:
         seq.block_table.blocks.clear()
         seq.num_computed_tokens = 0
 
+    def swap_out(self, seq: Sequence) -> bool:
+        """Frees a sequence's blocks, of which seq.swapped says what is to be copied to host memory before the next step
+        runs; False, and nothing changed, where host memory is short. No step may be in flight.
+
+        A prefix that others hold too is not copied: it stays findable while they live. Where it is gone when the sequence
+        comes back, all of it is recomputed.
+        """
+        assert seq.num_computed_tokens < seq.num_tokens, f"{seq} has a token in flight"
+        num_blocks, first = self.num_blocks_for(seq.num_computed_tokens), 0
+        blocks = seq.block_table.blocks[:num_blocks]
+        while first < num_blocks and blocks[first].ref_count > 1 and blocks[first].block_hash is not None:
+            first += 1
+        swapped = SwappedOut(first, seq.num_computed_tokens, [block.block_id for block in blocks[first:]])
+        if not self.swap_space.take(swapped):
+            return False
+        seq.swapped = swapped
+        self.free(seq)
+        return True
+
+    def swap_in(self, seq: Sequence, num_matched: int) -> SwappedOut | None:
+        """For a sequence just admitted with num_matched cached blocks: what is to be copied into its blocks before the
+        next step runs; None where nothing is, or all of it has to be recomputed."""
+        swapped, table = seq.swapped, seq.block_table
+        if swapped is None:
+            return None
+        self.discard_swapped(seq)
+        if num_matched < swapped.first_block or num_matched * self.block_size >= swapped.num_computed_tokens:
+            return None
+        num_cached = num_matched - swapped.first_block
+        last = swapped.first_block + len(swapped.block_ids)
+        swapped.block_ids = [0] * num_cached + [block.block_id for block in table.blocks[num_matched:last]]
+        self.cache_full_blocks(seq, num_matched * self.block_size, swapped.num_computed_tokens)
+        return swapped
+
+    def discard_swapped(self, seq: Sequence) -> None:
+        """Gives up what a sequence has in host memory, if anything."""
+        if seq.swapped is not None:
+            self.swap_space.give_back(seq.swapped)
+            seq.swapped = None
+
     def pin(self, token_ids: list[int]) -> None:
         """Owns the cached full blocks of a prefix, for good."""
         hashes: list[BlockHash] = []
@@ -108,9 +156,10 @@ class KVCacheManager:
         return {block for table in self.pinned for block in table.blocks}
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached content that is not pinned; False, and nothing forgotten, while sequences hold blocks."""
+        """Forgets all cached content that is not pinned; False, and nothing forgotten, while sequences hold blocks, or
+        have some in host memory."""
         pinned = self.pinned_blocks
-        if self.pool.num_used > len(pinned):
+        if self.pool.num_used > len(pinned) or self.swap_space.num_used:
             return False
         self.prefix_cache.clear(keep=pinned)
         return True
@@ -140,6 +189,10 @@ class KVCacheManager:
             assert block.block_hash == block_hash, f"{block} is cached under another hash"
         num_hashed = sum(block.block_hash is not None for block in self.pool.blocks)
         assert num_hashed == len(self.prefix_cache.blocks), (num_hashed, len(self.prefix_cache.blocks))
+        in_host = [seq for seq in sequences if seq.swapped is not None]
+        assert self.swap_space.num_used == sum(seq.swapped.num_host_blocks for seq in in_host)
+        assert self.swap_space.num_used <= self.swap_space.capacity
+        assert not any(seq.block_table.blocks for seq in in_host), "a sequence is both swapped out and in the pool"
         for seq in sequences:
             num_slots = len(seq.block_table) * self.block_size
             assert seq.num_computed_tokens <= num_slots, f"{seq} has KV outside its blocks"

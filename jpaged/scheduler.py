@@ -2,32 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
-from jpaged.preemption import warn_of_preemption
+from jpaged.preemption import Preemption, warn_of_preemption
+from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import Sequence, SequenceStatus, insert_in_order
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step's plan. The order of num_scheduled_tokens is the order of the batch: single-token rows come first."""
-
-    num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
-    starts: list[int] = field(default_factory=list)  # the first position computed of each, in the same order
-    sampled: list[Sequence] = field(default_factory=list)  # those whose next token this step yields, in batch order
-    limits: list[int] = field(default_factory=list)  # how many tokens it yields of each: several where it decodes on
-    num_decodes: int = 0
-    admitted: list[Sequence] = field(default_factory=list)  # have a new row and a new block table
-    num_preempted: int = 0
-    num_new_prompt_tokens: int = 0  # of the requests that this step starts for the first time
-    num_prefix_queries: int = 0  # tokens looked up in the prefix cache by the admitted
-    num_prefix_hits: int = 0  # and found
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
 
 
 class Scheduler:
@@ -35,8 +15,8 @@ class Scheduler:
 
     Running sequences come before waiting ones, and decodes before prefill chunks, so that one long prompt never stops
     the others' tokens. When blocks run out the newest running sequence of the lowest priority is preempted: its blocks
-    are freed and it is recomputed later, in the place in the queue that it had. The oldest one of the highest therefore
-    always makes progress.
+    are freed, and it is recomputed or its KV comes back from host memory, in the place in the queue that it had: nobody
+    who came later is admitted before. The oldest one of the highest priority therefore always makes progress.
 
     `schedule` may be called again before the step that it planned has run: what a step will have computed and sampled
     counts as done from then on, and `update` takes the results in the order of the plans. A sequence that turns out to
@@ -44,8 +24,9 @@ class Scheduler:
     its next owner overwrites later.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager):
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, preemption: Preemption = Preemption()):
         self.kv = kv
+        self.preemption = preemption
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.num_scheduler_steps = config.num_scheduler_steps
@@ -177,13 +158,16 @@ class Scheduler:
             self._release(seq)
         else:
             self.waiting.remove(seq)
+            self.kv.discard_swapped(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
 
     def preempt_all(self) -> None:
         """Sends every running sequence back to be recomputed, in order, and drops the steps in flight: the pool's
-        content is lost."""
+        content is lost, and a copy in host memory may have been on its way."""
         self.in_flight.clear()
+        for seq in self.waiting:
+            self.kv.discard_swapped(seq)
         while self.running:
             self._preempt(self.running[-1])
 
@@ -197,35 +181,46 @@ class Scheduler:
                 return None
             victim = self.running[-1]
             assert victim not in plan.num_scheduled_tokens, f"{victim} is newer than {seq}, but was scheduled before it"
-            self._preempt(victim)
-            self.num_preemptions += 1
-            warn_of_preemption(victim, self.kv.spec, self.num_preemptions)
-            plan.num_preempted += 1
+            self._give_way(victim, plan)
             if victim is seq:
                 return False
         return True
+
+    def _give_way(self, victim: Sequence, plan: SchedulerOutput) -> None:
+        """Preempts, in the cheaper way back, and says so."""
+        size = self.kv.num_blocks_for(victim.num_computed_tokens), victim.num_computed_tokens
+        is_swapped = self.preemption.prefers_swap(*size) and self.kv.swap_out(victim)
+        if is_swapped:
+            plan.swapped_out.append(victim.swapped)
+        self._preempt(victim)
+        plan.num_preempted += 1
+        self.num_preemptions += 1
+        way = self.preemption.explain(is_swapped, *size)
+        warn_of_preemption(victim, way, self.kv.spec, self.num_preemptions)
 
     def _admit_waiting(self, budget: int, plan: SchedulerOutput) -> None:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             matched = self.kv.match_prefix(seq)
-            num_matched = len(matched) * self.kv.block_size
-            num_tokens = min(seq.num_tokens - num_matched, budget)
-            if num_matched + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
+            num_found = self.kv.num_tokens_found(seq, matched)
+            num_tokens = min(seq.num_tokens - num_found, budget)
+            if num_found + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
                 return
             if self.kv.admit(seq, matched, num_tokens, reserve=len(self.running)) is None:
                 return
             self.waiting.popleft()
+            if (swapped := self.kv.swap_in(seq, len(matched))) is not None:
+                plan.swapped_in.append(swapped)
             insert_in_order(self.running, seq)
             seq.status = SequenceStatus.RUNNING
             seq.row = self._free_rows.pop()
             if seq.num_cached_tokens is None:
-                seq.num_cached_tokens = num_matched
+                seq.num_cached_tokens = num_found
                 plan.num_new_prompt_tokens += seq.num_prompt_tokens
             plan.num_scheduled_tokens[seq] = num_tokens
             plan.admitted.append(seq)
             plan.num_prefix_queries += seq.num_tokens
-            plan.num_prefix_hits += num_matched
+            plan.num_prefix_hits += len(matched) * self.kv.block_size
             budget -= num_tokens
 
     def _preempt(self, seq: Sequence) -> None:

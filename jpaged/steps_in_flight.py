@@ -8,7 +8,8 @@ from jpaged.batch import HostStep
 from jpaged.errors import KernelCheckFailed
 from jpaged.metrics import StepStats
 from jpaged.model_runner import ModelRunner, PendingResult, StepResult
-from jpaged.scheduler import Scheduler, SchedulerOutput
+from jpaged.scheduler import Scheduler
+from jpaged.scheduler_output import SchedulerOutput
 
 
 class StepFailed(Exception):
@@ -41,6 +42,7 @@ class StepInFlight:
             num_prompt_tokens=plan.num_new_prompt_tokens,
             num_generation_tokens=num_generated,
             num_preemptions=plan.num_preempted,
+            num_swapped_out=len(plan.swapped_out),
             prefix_cache_queries=plan.num_prefix_queries,
             prefix_cache_hits=plan.num_prefix_hits,
             host_gap_seconds=self.idle_seconds,

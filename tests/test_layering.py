@@ -18,7 +18,7 @@ HOST_HALF = [
     "jpaged.prefix_cache", "jpaged.kv_cache_manager", "jpaged.scheduler", "jpaged.serve.protocol", "jpaged.metrics",
     "jpaged.histogram",
     "jpaged.buckets", "jpaged.outputs", "jpaged.errors", "jpaged.detokenizer",
-    "jpaged.pinned_prefixes", "jpaged.debug",
+    "jpaged.pinned_prefixes", "jpaged.debug", "jpaged.swap_space", "jpaged.preemption",
 ]  # fmt: skip
 
 MAY_IMPORT_INSIDE_A_FUNCTION = {
@@ -34,6 +34,7 @@ MAY_JIT = {
     "jpaged/step.py": "the step",
     "jpaged/kernel_check.py": "attention a second time, in a debug mode",
     "jpaged/model_runner.py": "the pool's zeros, made in their sharding",
+    "jpaged/block_swapper.py": "copies of blocks between steps",
     "models/llama.py": "one half of a layer inside the step, so that it is traced once and not once a layer",
 }
 MAY_PAD_ARRAYS = {
