@@ -1,9 +1,9 @@
 """BlockSwapper: moves blocks between the pool and host memory."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jpaged.config import CacheSpec
@@ -16,6 +16,17 @@ from pallas_kernels import put_blocks, take_blocks
 PINNED = "pinned_host"
 
 
+def swap_programs(step: StepFunction, num_blocks: int) -> tuple[tuple[Callable, tuple], tuple[Callable, tuple]]:
+    """(pools, ids) -> blocks and (pools, ids, blocks) -> pools, jitted, each with the shapes that it takes."""
+    pools, blocks = (step.state(size, 1).pools for size in (num_blocks, CHUNK))
+    ids = jax.ShapeDtypeStruct((CHUNK,), np.int32, sharding=step.replicated)
+    take, put = (partial(function, blocks_per_layer=num_blocks) for function in (take_blocks, put_blocks))
+    return (
+        (jax.jit(take, out_shardings=step.pool_sharding), (pools, ids)),
+        (jax.jit(put, donate_argnums=0, out_shardings=step.pool_sharding), (pools, ids, blocks)),
+    )
+
+
 class BlockSwapper:
     """Two programs of CHUNK blocks of all layers. Copies are pinned where the devices know such memory, else numpy arrays."""
 
@@ -23,14 +34,10 @@ class BlockSwapper:
         self._device = step.pool_sharding
         kinds = {memory.kind for memory in step.mesh.devices.flat[0].addressable_memories()}
         self._host = self._device.with_memory_kind(PINNED) if PINNED in kinds else None
-        pools = step.state(spec.num_blocks, spec.max_blocks_per_seq).pools
-        ids = jax.ShapeDtypeStruct((CHUNK,), np.int32, sharding=step.replicated)
-        taken = step.state(CHUNK, spec.max_blocks_per_seq).pools
-        tree, options = jax.tree.structure(pools), {"blocks_per_layer": spec.num_blocks}
-        take = jax.jit(partial(take_blocks, **options), out_shardings=self._device)
-        put = jax.jit(partial(put_blocks, **options), donate_argnums=0, out_shardings=self._device)
-        self._take = programs.compile(("swap out",), take, (pools, ids), tree)
-        self._put = programs.compile(("swap in",), put, (pools, ids, taken), tree)
+        take, put = swap_programs(step, spec.num_blocks)
+        tree = jax.tree.structure(take[1][0])
+        self._take = programs.compile(("swap out",), *take, tree)
+        self._put = programs.compile(("swap in",), *put, tree)
 
     def swap_out(self, pools: Pools, block_ids: list[int]) -> list[Pools]:
         """Copies of blocks, to be made before the pools' next step runs."""

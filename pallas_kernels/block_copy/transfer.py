@@ -32,13 +32,21 @@ def put_blocks(
 ) -> tuple[LayerPool, ...]:
     """The inverse: `pools` with what `take_blocks` gave written to blocks `ids`; in place where they are donated.
 
-    The null block may stand in `ids` as often as there is nowhere else to write.
+    The null block may stand in `ids` as often as there is nowhere else to write. Block by block: for a scatter XLA:TPU
+    copies a pool of one head a shard into another layout and back.
     """
 
     def put(pool: LayerPool, blocks: LayerPool) -> LayerPool:
         at = _positions(pool, ids, blocks_per_layer)
-        arrays = (array.at[at].set(new) for array, new in zip(pool.arrays, blocks.arrays))
-        return LayerPool(tuple(arrays), pool.shard)
+
+        def put_one(index, arrays):
+            def put_array(array, new):
+                block = jax.lax.dynamic_slice_in_dim(new, index, 1)
+                return jax.lax.dynamic_update_slice_in_dim(array, block, at[index], 0)
+
+            return tuple(map(put_array, arrays, blocks.arrays))
+
+        return LayerPool(jax.lax.fori_loop(0, len(at), put_one, pool.arrays), pool.shard)
 
     return tuple(map(put, pools, taken))
 
