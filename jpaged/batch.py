@@ -10,17 +10,21 @@ from jpaged.device_state import RowLoad
 from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import Sequence
 from jpaged.step_input import StepInput
+from jpaged.swap_space import SwappedOut
 
 
 @dataclass(frozen=True)
 class HostStep:
-    """One step's program and input, packed. row_loads bring the rows of new sequences, before the step runs."""
+    """One step's program and input, packed. row_loads bring the rows of new sequences, before the step runs;
+    so come and go the blocks of those that are swapped."""
 
     bucket: tuple[int, int]
     buffer: np.ndarray
     row_loads: list[np.ndarray]
     num_sampled: int
     wants_logprobs: bool
+    swapped_out: list[SwappedOut]
+    swapped_in: list[SwappedOut]
 
 
 class BatchBuilder:
@@ -77,7 +81,10 @@ class BatchBuilder:
         for i, copy in enumerate(plan.copies):
             step.block_copies[i] = copy.source.block_id, copy.destination.block_id
         row_loads = self._load_rows(plan.admitted + self._update_tables(plan, seqs, rows, counts, step.table_updates))
-        return HostStep(bucket, buffer, row_loads, num_sampled, bool(self.wants_logprobs[sampled_rows].any()))
+        wants_logprobs = bool(self.wants_logprobs[sampled_rows].any())
+        return HostStep(
+            bucket, buffer, row_loads, num_sampled, wants_logprobs, plan.swapped_out, plan.swapped_in
+        )  # fmt: skip
 
     def _update_tables(self, plan: SchedulerOutput, seqs: list[Sequence], rows, counts, updates) -> list[Sequence]:
         """Writes down the blocks that the device has not seen; returns the sequences that have too many for that."""

@@ -1,5 +1,6 @@
 """EngineConfig: what the user decides. CacheSpec: what is learned at start-up."""
 
+import math
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 
@@ -71,6 +72,13 @@ class EngineConfig:
     )
     max_num_seqs: int = _option(256, "sequences that run at once at most")
     max_num_queued_requests: int | None = _option(None, "requests that may wait; more are refused (default: no limit)")
+    preemption_mode: str = _option(
+        "auto",
+        "how a request that had to give way comes back: its tokens are computed again, or its blocks wait in host memory; "
+        "auto: whatever is estimated to be cheaper",
+        choices=("auto", "recompute", "swap"),
+    )
+    swap_space: float = _option(4, "GiB of host memory at most for the blocks of requests that gave way")
     scheduling_policy: str = _option(
         "fcfs", "fcfs: first come, first served; priority: requests' priority first", choices=("fcfs", "priority")
     )
@@ -112,6 +120,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         if not 0 < self.device_memory_utilization <= 1:
             raise ValueError(f"device_memory_utilization must be in (0, 1], got {self.device_memory_utilization}")
+        if not 0 <= self.swap_space < math.inf:
+            raise ValueError(f"swap_space must be a number of GiB, 0 or more, got {self.swap_space}")
         if self.max_num_batched_tokens < max(self.max_num_seqs, MIN_TOKEN_BUCKET):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

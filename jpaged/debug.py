@@ -42,6 +42,7 @@ def snapshot(scheduler: Scheduler) -> dict:
         "pinned": [table.block_ids() for table in kv.pinned],
         "running": [_sequence(seq) for seq in scheduler.running],
         "waiting": [_sequence(seq) for seq in scheduler.waiting],
+        "swap_space": {"capacity": kv.swap_space.capacity, "used": kv.swap_space.num_used},
         "num_steps_in_flight": len(scheduler.in_flight),
     }
 
@@ -55,6 +56,7 @@ def _sequence(seq: Sequence) -> dict:
         "num_computed_tokens": seq.num_computed_tokens,
         "num_pending_tokens": seq.num_pending,
         "table": seq.block_table.block_ids(),
+        "num_swapped_blocks": 0 if seq.swapped is None else len(seq.swapped.block_ids),
     }
 
 
@@ -71,7 +73,7 @@ def memory_map(state: dict, decode: Callable[[list[int]], str] | None = None) ->
         lines += [*_sequence_lines(seq, letters[_name(seq)], blocks, state["block_size"], decode), ""]
     if num_more := len(state["running"]) - len(shown):
         lines += [f"and {num_more} more that run", ""]
-    lines += _waiting_lines(state["waiting"])
+    lines += _waiting_lines(state)
     return "\n".join(lines).rstrip()
 
 
@@ -132,12 +134,15 @@ def _sequence_lines(seq: dict, letter: str, blocks: dict[int, dict], size: int, 
         yield line + _clip(text, WIDTH - len(line))
 
 
-def _waiting_lines(waiting: list[dict]) -> Iterator[str]:
+def _waiting_lines(state: dict) -> Iterator[str]:
+    waiting, space = state["waiting"], state["swap_space"]
     if not waiting:
         return
-    yield f"{len(waiting)} waiting, the next first"
+    in_host = f"; {space['used']} of {space['capacity']} blocks of swap space used" if space["used"] else ""
+    yield f"{len(waiting)} waiting, the next first{in_host}"
     for seq in waiting[:MAX_BLOCKS_SHOWN]:
-        yield f"   request {_clip(_name(seq), 40)}: {len(seq['token_ids'])} tokens"
+        swapped = f", {seq['num_swapped_blocks']} blocks of them swapped out" if seq["num_swapped_blocks"] else ""
+        yield f"   request {_clip(_name(seq), 40)}: {len(seq['token_ids'])} tokens{swapped}"
     if len(waiting) > MAX_BLOCKS_SHOWN:
         yield f"   and {len(waiting) - MAX_BLOCKS_SHOWN} more"
 

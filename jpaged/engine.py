@@ -63,8 +63,12 @@ class LLMEngine:
             max_position=self.model_config.max_position,
             num_eos_tokens=len(self.tokenizer.eos_token_ids),
         )
-        self.kv = KVCacheManager(self.spec, enable_prefix_caching=config.enable_prefix_caching)
-        self.scheduler = Scheduler(config, self.kv)
+        self.kv = KVCacheManager(
+            self.spec,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_host_blocks=self.runner.num_host_blocks,
+        )
+        self.scheduler = Scheduler(config, self.kv, self.runner.preemption())
         self.batch_builder = BatchBuilder(config, self.spec)
         self.pins = PinnedPrefixes(self.kv, self.add_request)
         self.results = ResultProcessor(self.scheduler, self.tokenizer, self.metrics, self.pins.computing)
@@ -74,7 +78,7 @@ class LLMEngine:
         self._num_failed_steps = 0  # in a row
         for path in config.pin_prefix:
             self.pin_prefix(read_prefix(path, self.tokenizer.encode))
-        logger.info(self.runner.memory.table(self.pins.num_blocks))
+        logger.info(self.runner.memory.table(self.pins.num_blocks, self.runner.num_host_blocks))
 
     @property
     def max_model_len(self) -> int:

@@ -7,9 +7,11 @@ from typing import NamedTuple
 from jpaged.block_pool import Block, BlockPool
 from jpaged.block_table import BlockTable
 from jpaged.config import CacheSpec
+from jpaged.pool_invariants import check_invariants
 from jpaged.prefix_cache import BlockHash, PrefixCache
 from jpaged.sequence import Sequence
 from jpaged.sequence_group import Fork
+from jpaged.swap_space import SwappedOut, SwapSpace
 
 
 class BlockCopy(NamedTuple):
@@ -29,7 +31,7 @@ class KVCacheManager:
     so that they are not given away.
     """
 
-    def __init__(self, spec: CacheSpec, *, enable_prefix_caching: bool = True):
+    def __init__(self, spec: CacheSpec, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
         self.spec = spec
         self.block_size = spec.block_size
         self.pool = BlockPool(spec.num_blocks)
@@ -38,6 +40,7 @@ class KVCacheManager:
         self.copies: list[BlockCopy] = []
         self._num_copied: Counter[Block] = Counter()  # how often each block is a source of these
         self.pinned: list[BlockTable] = []
+        self.swap_space = SwapSpace(num_host_blocks)
 
     @property
     def usage(self) -> float:
@@ -64,6 +67,12 @@ class KVCacheManager:
         self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks, seq.cache_keys)
         return self.prefix_cache.match(seq.block_hashes, num_blocks)
 
+    def num_tokens_found(self, seq: Sequence, matched: list[Block]) -> int:
+        """How many tokens of a sequence that holds no blocks need no computing: they are cached or swapped out."""
+        num_matched, swapped = len(matched) * self.block_size, seq.swapped
+        has_all = swapped is not None and len(matched) >= swapped.first_block
+        return max(num_matched, swapped.num_computed_tokens) if has_all else num_matched
+
     def admit(
         self, seq: Sequence, matched: list[Block], num_new_tokens: int, *, reserve: int = 0
     ) -> list[Block] | None:
@@ -79,7 +88,7 @@ class KVCacheManager:
         for block in matched:
             self.pool.acquire(block)
         seq.block_table.blocks.extend(matched)
-        seq.num_computed_tokens = len(matched) * self.block_size
+        seq.num_computed_tokens = self.num_tokens_found(seq, matched)
         return self.allocate_slots(seq, num_new_tokens)
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> list[Block] | None:
@@ -153,6 +162,46 @@ class KVCacheManager:
             self._num_copied.subtract(dropped)
             self.pool.release(dropped)
 
+    def swap_out(self, seq: Sequence) -> bool:
+        """Frees a sequence's blocks, of which seq.swapped says what is to be copied to host memory before the next step
+        runs; False, and nothing changed, where host memory is short. No step may be in flight.
+
+        A prefix that others hold too is not copied: it stays findable while they live. Where it is gone when the sequence
+        comes back, all of it is recomputed.
+        """
+        assert seq.num_computed_tokens < seq.num_tokens, f"{seq} has a token in flight"
+        num_blocks, first = self.num_blocks_for(seq.num_computed_tokens), 0
+        blocks = seq.block_table.blocks[:num_blocks]
+        while first < num_blocks and blocks[first].ref_count > 1 and blocks[first].block_hash is not None:
+            first += 1
+        swapped = SwappedOut(first, seq.num_computed_tokens, [block.block_id for block in blocks[first:]])
+        if not self.swap_space.take(swapped):
+            return False
+        seq.swapped = swapped
+        self.free(seq)
+        return True
+
+    def swap_in(self, seq: Sequence, num_matched: int) -> SwappedOut | None:
+        """For a sequence just admitted with num_matched cached blocks: what is to be copied into its blocks before the
+        next step runs; None where nothing is, or all of it has to be recomputed."""
+        swapped, table = seq.swapped, seq.block_table
+        if swapped is None:
+            return None
+        self.discard_swapped(seq)
+        if num_matched < swapped.first_block or num_matched * self.block_size >= swapped.num_computed_tokens:
+            return None
+        num_cached = num_matched - swapped.first_block
+        last = swapped.first_block + len(swapped.block_ids)
+        swapped.block_ids = [0] * num_cached + [block.block_id for block in table.blocks[num_matched:last]]
+        self.cache_full_blocks(seq, num_matched * self.block_size, swapped.num_computed_tokens)
+        return swapped
+
+    def discard_swapped(self, seq: Sequence) -> None:
+        """Gives up what a sequence has in host memory, if anything."""
+        if seq.swapped is not None:
+            self.swap_space.give_back(seq.swapped)
+            seq.swapped = None
+
     def pin(self, token_ids: list[int]) -> None:
         """Owns the cached full blocks of a prefix, for good."""
         hashes: list[BlockHash] = []
@@ -169,9 +218,10 @@ class KVCacheManager:
         return {block for table in self.pinned for block in table.blocks}
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached content that is not pinned; False, and nothing forgotten, while sequences hold blocks."""
+        """Forgets all cached content that is not pinned; False, and nothing forgotten, while sequences hold blocks, or
+        have some in host memory."""
         pinned = self.pinned_blocks
-        if self.pool.num_used > len(pinned):
+        if self.pool.num_used > len(pinned) or self.swap_space.num_used:
             return False
         self.prefix_cache.clear(keep=pinned)
         return True
@@ -185,29 +235,5 @@ class KVCacheManager:
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Asserts what must always hold of the pool, given every sequence that exists."""
-        sequences = list(sequences)
-        queue = self.pool.free_queue()
-        assert len(queue) == self.pool.num_free, (len(queue), self.pool.num_free)
-        assert self.pool.num_free + self.pool.num_used == self.spec.num_blocks - 1
-        tables = [seq.block_table for seq in sequences] + self.pinned
-        owners = Counter(block.block_id for table in tables for block in table.blocks)
-        owners += Counter(copy.source.block_id for copy in self.copies)
-        written = {copy.destination for copy in self.copies}
-        assert len(written) == len(self.copies) and written.isdisjoint(copy.source for copy in self.copies), self.copies
-        free_ids = {block.block_id for block in queue}
-        assert len(free_ids) == len(queue), "a block is queued twice"
-        for block in self.pool.blocks[1:]:
-            assert block.ref_count == owners[block.block_id], f"{block} has {owners[block.block_id]} tables"
-            assert (block.ref_count == 0) == (block.block_id in free_ids), f"{block} is both used and free, or neither"
-        assert self.pool.num_owned == owners.total(), (self.pool.num_owned, owners.total())
-        assert self.pool.null_block.ref_count == 0 and 0 not in owners and 0 not in free_ids
-        for block_hash, block in self.prefix_cache.blocks.items():
-            assert block.block_hash == block_hash, f"{block} is cached under another hash"
-        num_hashed = sum(block.block_hash is not None for block in self.pool.blocks)
-        assert num_hashed == len(self.prefix_cache.blocks), (num_hashed, len(self.prefix_cache.blocks))
-        for seq in sequences:
-            num_slots = len(seq.block_table) * self.block_size
-            assert seq.num_computed_tokens <= num_slots, f"{seq} has KV outside its blocks"
-            # Writing happens at num_computed_tokens and after: what is there may be shared until then, but not found.
-            for block in seq.block_table.blocks[seq.num_computed_tokens // self.block_size :]:
-                assert block.block_hash is None, f"{seq} would write {block}, which others may find"
+        copies = [(copy.source, copy.destination) for copy in self.copies]
+        check_invariants(list(sequences), self.pool, self.prefix_cache, copies, self.pinned, self.swap_space)

@@ -94,13 +94,12 @@ class LLM:
 
         Raises ValueError where it has none, or would leave too little room; RuntimeError where the device fails.
         """
-        pins = self.engine.pins
-        num_pinned = len(self.engine.kv.pinned) + 1
-        self.engine.pin_prefix(self._token_ids(prompt))
-        while pins.computing:
-            self.engine.step()
-        if len(self.engine.kv.pinned) < num_pinned:
-            raise RuntimeError("the prefix could not be computed: see the log")
+        engine = self.engine
+        engine.pin_prefix(self._token_ids(prompt))
+        while engine.pins.computing:
+            engine.step()
+        if len(engine.kv.pinned) < len(engine.pins.prefixes):
+            raise RuntimeError("a pinned prefix could not be computed: see the log")
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes that are not pinned; False, and nothing forgotten, while requests hold blocks."""

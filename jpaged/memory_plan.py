@@ -46,7 +46,7 @@ class MemoryPlan:
     pool: int
     reason: str
 
-    def table(self, num_pinned_blocks: int = 0) -> str:
+    def table(self, num_pinned_blocks: int = 0, num_host_blocks: int = 0) -> str:
         """The start-up table."""
         rows = [("weights", self.weights, "")]
         if self.step is not None:
@@ -58,6 +58,9 @@ class MemoryPlan:
         if num_pinned_blocks:
             pinned = self.pool // self.spec.num_blocks * num_pinned_blocks
             rows.append(("  pinned prefixes", pinned, f"{num_pinned_blocks} of these blocks"))
+        if num_host_blocks:
+            size = self.pool // self.spec.num_blocks * num_host_blocks
+            rows.append(("swap space", size, f"{num_host_blocks} blocks at most, in host memory"))
         if self.limit is not None:
             rows.append(("limit", self.limit, f"of {self.device}"))
         lines = [f"memory on {self.device}:"]

@@ -43,6 +43,7 @@ class StepStats:
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_swapped_out: int = 0  # of these
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     host_gap_seconds: float = 0.0  # the device waited for the host this long before the step
@@ -67,6 +68,7 @@ class EngineMetrics:
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.num_preemptions = 0
+        self.num_swapped_out = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.padding_tokens = 0
@@ -93,6 +95,7 @@ class EngineMetrics:
         self.prefix_cache_queries += stats.prefix_cache_queries
         self.prefix_cache_hits += stats.prefix_cache_hits
         self.num_preemptions += stats.num_preemptions
+        self.num_swapped_out += stats.num_swapped_out
         self.prompt_tokens += stats.num_prompt_tokens
         self.generation_tokens += stats.num_generation_tokens
         self.padding_tokens += stats.num_padding_tokens
@@ -206,6 +209,7 @@ class EngineMetrics:
             ("prefix_cache_queries", "Tokens looked up in the prefix cache", self.prefix_cache_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache", self.prefix_cache_hits),
             ("num_preemptions", "Requests preempted for want of blocks", self.num_preemptions),
+            ("num_swapped_out", "Preempted requests whose blocks went to host memory", self.num_swapped_out),
             ("prompt_tokens", "Prompt tokens computed", self.prompt_tokens),
             ("generation_tokens", "Tokens generated", self.generation_tokens),
             ("padding_tokens", "Tokens computed only to fill a bucket", self.padding_tokens),

@@ -10,14 +10,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpaged.batch import HostStep
+from jpaged.block_swapper import BlockSwapper
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
 from jpaged.kernel_check import KernelCheck
 from jpaged.memory_plan import MemoryPlan, plan_memory
 from jpaged.program_cache import ProgramCache, cache_dir, fingerprint
+from jpaged.preemption import Preemption
 from jpaged.programs import Programs
 from jpaged.sampling_batch import Sampled
 from jpaged.step import DeviceState, StepFunction
+from jpaged.swap_space import CHUNK
 from models.layers import MODEL_AXIS
 from models.loading import load_state
 from models.weights import Checkpoint
@@ -110,12 +113,16 @@ class ModelRunner:
             self.step.load_arguments(self.spec.max_blocks_per_seq),
         )
         self._load_rows = self._program_cache.compile(("rows",), load, arguments, jax.tree.structure(arguments[0]))
+        can_swap = config.preemption_mode != "recompute"
+        self._swapper = BlockSwapper(self.step, self.spec, self._program_cache) if can_swap else None
         self._make_state = self._compile_make_state()
         self.state = self._make_state()
         self._check = KernelCheck(self.step, self.spec) if config.check_kernels else None
 
     def submit(self, step: HostStep) -> PendingResult:
         """Gives a step to the devices and returns at once, where its program is compiled. Steps run in order."""
+        if step.swapped_out or step.swapped_in:
+            self._swap(step)
         rows = self.state.rows
         for buffer in step.row_loads:
             rows = self._load_rows(rows, buffer)
@@ -124,6 +131,33 @@ class ModelRunner:
         if self._check is not None:
             self._check(step, self.state)
         return PendingResult(sampled, step.num_sampled, step.wants_logprobs)
+
+    def _swap(self, step: HostStep) -> None:
+        pools = self.state.pools
+        for swapped in step.swapped_out:
+            swapped.content = self._swapper.swap_out(pools, swapped.block_ids)
+        for swapped in step.swapped_in:
+            pools = self._swapper.swap_in(pools, swapped.block_ids, swapped.content)
+        self.state = DeviceState(pools, self.state.rows)
+
+    def preemption(self) -> Preemption:
+        """What the two ways back from preemption cost here."""
+        bytes_per_block, num_weights = self.step.bytes_per_block, self.step.weight_bytes // self.step.dtype.itemsize
+        platform = self.mesh.devices.flat[0].platform
+        return Preemption.of(self.config, platform=platform, bytes_per_block=bytes_per_block, num_weights=num_weights)
+
+    @property
+    def num_host_blocks(self) -> int:
+        """How many blocks of swapped-out sequences host memory may hold. Raises ValueError for less than can be used."""
+        if self._swapper is None:
+            return 0
+        num_blocks = int(self.config.swap_space * 2**30) // (self.step.bytes_per_block * self.mesh.size)
+        if self.config.preemption_mode == "swap" and num_blocks < CHUNK:
+            raise ValueError(
+                f"swap_space ({self.config.swap_space} GiB) holds {num_blocks} blocks; preemption_mode swap needs at "
+                f"least {CHUNK}"
+            )
+        return num_blocks
 
     @property
     def programs_folder(self) -> Path:

@@ -1,14 +1,14 @@
 """Scheduler: decides, every step, how many tokens of which sequences to compute."""
 
 from collections import deque
-from collections.abc import Iterable
 
+from jpaged.beam_rows import BeamRows
 from jpaged.beam_search import Move
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
-from jpaged.preemption import warn_of_preemption
+from jpaged.preemption import Preemption, warn_of_preemption
 from jpaged.scheduler_output import SchedulerOutput
-from jpaged.sequence import Sequence, SequenceStatus, insert_in_order
+from jpaged.sequence import Sequence, SequenceStatus
 from jpaged.sequence_queues import SequenceQueues
 
 
@@ -17,9 +17,10 @@ class Scheduler:
 
     Running sequences come before waiting ones, and decodes before prefill chunks, so that one long prompt never stops
     the others' tokens. When blocks run out the newest running sequence of the lowest priority is preempted: its blocks
-    are freed and it is recomputed later, in the place in the queue that it had. The oldest one of the highest therefore
-    always makes progress. The sequences of a group come and go together: the first of them is admitted when there is
-    room for all, and the others fork from it when it has computed what they share (`SequenceGroup.plan_forks`).
+    are freed, and it is recomputed or its KV comes back from host memory, in the place in the queue that it had: nobody
+    who came later is admitted before. The oldest one of the highest priority therefore always makes progress. The
+    sequences of a group come and go together: the first is admitted when there is room for all, and the others fork
+    from it when it has computed what they share (`SequenceGroup.plan_forks`).
 
     `schedule` may be called again before the step that it planned has run: what a step will have computed and sampled
     counts as done from then on, and `update` takes the results in the order of the plans. A sequence that turns out to
@@ -27,31 +28,29 @@ class Scheduler:
     its next owner overwrites later.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager):
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, preemption: Preemption = Preemption()):
         self.kv = kv
+        self.preemption = preemption
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.num_scheduler_steps = config.num_scheduler_steps
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.queues = SequenceQueues(config.max_num_seqs, kv)
         self.waiting, self.running, self.forks = self.queues.waiting, self.queues.running, self.queues.forks
-        self._num_arrived = 0
         self.num_preemptions = 0
         self.in_flight: deque[SchedulerOutput] = deque()  # planned, result not yet seen
-        self._moved: list[Sequence] = []  # beams whose rows hold what they were before
+        self.beam_rows = BeamRows(kv)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     @property
-    def sequences(self) -> Iterable[Sequence]:
+    def sequences(self) -> list[Sequence]:
         return self.queues.sequences
 
     def add(self, seq: Sequence) -> None:
-        seq.order = seq.params.priority, self._num_arrived
-        self._num_arrived += 1
-        insert_in_order(self.waiting, seq)
+        self.queues.add(seq)
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step; None where it would have to preempt before the steps in flight have shown who stops in them.
@@ -114,9 +113,7 @@ class Scheduler:
             if fork.is_whole:
                 child.num_pending = 1
                 plan.sample_fork(fork)
-        if self._moved:
-            plan.admitted += [seq for seq in self._moved if seq in plan.num_scheduled_tokens]
-            self._moved = [seq for seq in self._moved if seq not in plan.num_scheduled_tokens and seq.row is not None]
+        plan.admitted += self.beam_rows.take_moved(plan.num_scheduled_tokens)
         if self.kv.copies:
             plan.copies = self.kv.take_copies()
         self.in_flight.append(plan)
@@ -168,19 +165,8 @@ class Scheduler:
         return appended
 
     def move_beams(self, beams: list[Sequence], moves: list[Move]) -> None:
-        """Lets each beam go on from its parent: those of no further use are freed, the others forked, then all grow."""
-        for seq in beams:
-            self.kv.cache_full_blocks(seq, seq.num_tokens - 1, seq.num_tokens)
-        replaced = [move for move in moves if move.parent != move.beam]
-        for move in replaced:
-            self.kv.free(beams[move.beam])
-        for move in replaced:
-            child, parent = beams[move.beam], beams[move.parent]
-            child.token_ids, child.block_hashes = list(parent.token_ids), list(parent.block_hashes)
-            self.kv.fork(parent, child, parent.num_computed_tokens)
-            self._moved.append(child)
-        for move in moves:
-            beams[move.beam].token_ids.append(move.token_id)
+        """Lets each beam of a group go on from its parent."""
+        self.beam_rows.move(beams, moves)
 
     def _cache_prompts(self, plan: SchedulerOutput) -> None:
         """Makes what a step has computed of prompts findable; a last token's turn comes with the one sampled after it."""
@@ -194,8 +180,11 @@ class Scheduler:
         self.queues.finish(seq, reason)
 
     def preempt_all(self) -> None:
-        """Sends all back to be recomputed, in order, and drops the steps in flight: the pool's content is lost."""
+        """Sends all back to be recomputed, in order, and drops the steps in flight: the pool's content is lost, and a copy
+        in host memory may have been on its way."""
         self.in_flight.clear()
+        for seq in self.waiting:
+            self.kv.discard_swapped(seq)
         while self.running:
             self.queues.preempt(self.running[-1])
 
@@ -207,17 +196,28 @@ class Scheduler:
         while self.kv.allocate_slots(seq, num_tokens) is None:
             if self.in_flight:
                 return None
-            gone = self.queues.preempt(self.running[-1])
-            is_planned = any(victim in plan.num_scheduled_tokens for victim in gone)
-            assert seq in gone or not is_planned, f"{gone} are newer than {seq}, but came before it"
-            for victim in gone:
-                plan.drop(victim)
-            self.num_preemptions += 1
-            warn_of_preemption(gone[0], self.kv.spec, self.num_preemptions)
-            plan.num_preempted += 1
+            gone = self._give_way(self.running[-1], plan)
             if seq in gone:
                 return False
         return True
+
+    def _give_way(self, victim: Sequence, plan: SchedulerOutput) -> list[Sequence]:
+        """Preempts, in the cheaper way back, and says so; returns all that went.
+
+        A group, which would have to bring its sharing back from host memory, is always recomputed.
+        """
+        size = self.kv.num_blocks_for(victim.num_computed_tokens), victim.num_computed_tokens
+        is_swapped = victim.group is None and self.preemption.prefers_swap(*size) and self.kv.swap_out(victim)
+        if is_swapped:
+            plan.swapped_out.append(victim.swapped)
+        gone = self.queues.preempt(victim)
+        for seq in gone:
+            plan.drop(seq)
+        plan.num_preempted += 1
+        self.num_preemptions += 1
+        way = self.preemption.explain(is_swapped, *size) if victim.group is None else "will be recomputed"
+        warn_of_preemption(victim, way, self.kv.spec, self.num_preemptions)
+        return gone
 
     def _admit_waiting(self, budget: int, plan: SchedulerOutput) -> None:
         while self.waiting and budget and not self.forks.keep_busy_after(plan.num_scheduled_tokens):
@@ -226,9 +226,9 @@ class Scheduler:
             if len(self.running) + len(self.forks) + 1 + len(forks) > self.max_num_seqs:
                 return
             matched = self.kv.match_prefix(seq)
-            num_matched = len(matched) * self.kv.block_size
-            num_tokens = min(seq.num_tokens - num_matched, budget)
-            if num_matched + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
+            num_found = self.kv.num_tokens_found(seq, matched)
+            num_tokens = min(seq.num_tokens - num_found, budget)
+            if num_found + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
                 return
             reserve = len(self.running) + sum(self.kv.num_blocks_for_fork(fork) for fork in forks)
             if self.kv.admit(seq, matched, num_tokens, reserve=reserve) is None:
@@ -236,12 +236,14 @@ class Scheduler:
             for _ in range(1 + len(forks)):
                 self.waiting.popleft()
             self.forks.add(forks)
+            if (swapped := self.kv.swap_in(seq, len(matched))) is not None:
+                plan.swapped_in.append(swapped)
             self.queues.start(seq)
             plan.admitted.append(seq)
             if seq.num_cached_tokens is None:
-                seq.num_cached_tokens = num_matched
+                seq.num_cached_tokens = num_found
                 plan.num_new_prompt_tokens += seq.num_prompt_tokens
             plan.num_scheduled_tokens[seq] = num_tokens
             plan.num_prefix_queries += seq.num_tokens
-            plan.num_prefix_hits += num_matched
+            plan.num_prefix_hits += len(matched) * self.kv.block_size
             budget -= num_tokens

@@ -5,23 +5,26 @@ from dataclasses import dataclass, field
 from jpaged.kv_cache_manager import BlockCopy
 from jpaged.sequence import Sequence
 from jpaged.sequence_group import Fork
+from jpaged.swap_space import SwappedOut
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The order of num_scheduled_tokens is the order of the batch: single-token rows come first."""
+    """One step's plan. The order of num_scheduled_tokens is the order of the batch: single-token rows come first."""
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # the first position computed of each, in the same order
     sampled: list[Sequence] = field(default_factory=list)  # those whose next token this step yields, in batch order
     forks: list[Fork] = field(
         default_factory=list
-    )  # children that sample from their parents' hidden states: they end sampled
+    )  # whose children, the last of sampled, sample from their parents' rows
     copies: list[BlockCopy] = field(default_factory=list)  # to be made before the step writes
     limits: list[int] = field(default_factory=list)  # how many tokens it yields of each: several where it decodes on
     num_decodes: int = 0
     admitted: list[Sequence] = field(default_factory=list)  # have a new row and a new block table
     num_preempted: int = 0
+    swapped_out: list[SwappedOut] = field(default_factory=list)  # to be copied before the step runs, first these,
+    swapped_in: list[SwappedOut] = field(default_factory=list)  # and then these
     num_new_prompt_tokens: int = 0  # of the requests that this step starts for the first time
     num_prefix_queries: int = 0  # tokens looked up in the prefix cache by the admitted
     num_prefix_hits: int = 0  # and found

@@ -8,10 +8,11 @@ from enum import Enum, auto
 from jpaged.block_table import BlockTable
 from jpaged.prefix_cache import BlockHash
 from jpaged.sampling_params import SamplingParams
+from jpaged.swap_space import SwappedOut
 
 
 class SequenceStatus(Enum):
-    WAITING = auto()  # holds no blocks and no row
+    WAITING = auto()  # holds no block of the pool and no row
     RUNNING = auto()
     FINISHED = auto()
 
@@ -39,7 +40,7 @@ class Sequence:
     __slots__ = (
         "request_id", "index", "group", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens",
         "num_cached_tokens", "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens",
-        "stop_token_ids", "finish_reason", "stop_reason", "is_beam", "order",
+        "stop_token_ids", "finish_reason", "stop_reason", "is_beam", "order", "swapped",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +68,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.row: int | None = None
         self.order = (0, 0)
+        self.swapped: SwappedOut | None = None  # while it waits to be swapped in
         self.seed = int(seed) % 2**64  # int: of numpy integers no 64 bits are left over for the modulus
         self.max_tokens = max_tokens
         eos = frozenset() if params.ignore_eos else eos_token_ids

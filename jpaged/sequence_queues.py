@@ -18,10 +18,16 @@ class SequenceQueues:
         self.running: list[Sequence] = []  # likewise
         self.forks = ForksToCome()
         self._free_rows = list(range(max_num_seqs))[::-1]
+        self._num_arrived = 0
 
     @property
     def sequences(self) -> list[Sequence]:
         return [*self.running, *self.forks.children, *self.waiting]
+
+    def add(self, seq: Sequence) -> None:
+        seq.order = seq.params.priority, self._num_arrived
+        self._num_arrived += 1
+        insert_in_order(self.waiting, seq)
 
     def start(self, seq: Sequence) -> None:
         """Gives a row to a sequence that holds its first blocks."""
@@ -50,6 +56,7 @@ class SequenceQueues:
             self.forks.drop([seq])
         else:
             self.waiting.remove(seq)
+            self.kv.discard_swapped(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
 

@@ -119,8 +119,8 @@ class StepFunction:
         self.graphdef, self.abstract_state = nnx.get_abstract_model(build, mesh)
         self.abstract_leaves, self.treedef = jax.tree.flatten(self.abstract_state)
         self.pool_sharding = NamedSharding(mesh, self.layout.partition_spec(MODEL_AXIS))
-        self._replicated = NamedSharding(mesh, P())
-        rows = jax.tree.map(lambda _: self._replicated, RowState.initial(1, 1))
+        self.replicated = NamedSharding(mesh, P())
+        rows = jax.tree.map(lambda _: self.replicated, RowState.initial(1, 1))
         self.state_shardings = DeviceState(self.pool_sharding, rows)
 
     def packing(self, bucket: tuple[int, int]) -> Packing:
@@ -139,7 +139,7 @@ class StepFunction:
         static = (
             self.graphdef, self.treedef, copy, self.packing(bucket), self.config.max_logprobs, self.max_decodes(bucket)
         )  # fmt: skip
-        return jax.jit(partial(step, *static), donate_argnums=1, out_shardings=(self.state_shardings, self._replicated))
+        return jax.jit(partial(step, *static), donate_argnums=1, out_shardings=(self.state_shardings, self.replicated))
 
     def state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
         """The shapes of the state with num_blocks blocks for each layer."""
@@ -187,7 +187,7 @@ class StepFunction:
         return jax.tree.structure((self.state(2, 1), Sampled.empty()))
 
     def _struct(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     @property
     def weight_bytes(self) -> int:

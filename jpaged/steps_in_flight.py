@@ -43,6 +43,7 @@ class StepInFlight:
             num_prompt_tokens=plan.num_new_prompt_tokens,
             num_generation_tokens=num_generated,
             num_preemptions=plan.num_preempted,
+            num_swapped_out=len(plan.swapped_out),
             prefix_cache_queries=plan.num_prefix_queries,
             prefix_cache_hits=plan.num_prefix_hits,
             host_gap_seconds=self.idle_seconds,

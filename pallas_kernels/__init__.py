@@ -1,6 +1,6 @@
 """Kernels over a paged KV pool. Public names only; everything else may change."""
 
-from .block_copy import copy_blocks
+from .block_copy import copy_blocks, put_blocks, take_blocks
 from .kv_write import kv_write
 from .layout import PoolLayout
 from .metadata import AnyArray, AttentionMetadata
@@ -28,5 +28,7 @@ __all__ = [
     "make_pool",
     "measured_tiles",
     "pool_struct",
+    "put_blocks",
     "ragged_paged_attention",
+    "take_blocks",
 ]

@@ -9,6 +9,10 @@ from jpaged.config import CacheSpec, EngineConfig, resolve_max_model_len
 
 REFUSED = [
     ({"block_size": 0}, ["block_size", "at least 1", "got 0"]),
+    ({"swap_space": -1}, ["swap_space", "0 or more", "got -1"]),
+    ({"swap_space": float("nan")}, ["swap_space", "0 or more", "got nan"]),
+    ({"preemption_mode": "drop"}, ["preemption_mode", "auto, recompute, swap", "'drop'"]),
+    ({"scheduling_policy": "lottery"}, ["scheduling_policy", "fcfs, priority", "'lottery'"]),
     ({"max_num_batched_tokens": 0}, ["max_num_batched_tokens", "at least 1", "got 0"]),
     ({"max_num_seqs": -1}, ["max_num_seqs", "at least 1", "got -1"]),
     ({"tensor_parallel_size": 0}, ["tensor_parallel_size", "at least 1", "got 0"]),

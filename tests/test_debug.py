@@ -77,6 +77,22 @@ def test_a_snapshot_of_any_walk_agrees_with_the_pool_and_fits_the_page(seed):
             assert all(len(line) <= 100 for line in memory_map(state, decode).splitlines())
 
 
+def test_what_is_swapped_out_is_told():
+    _, _, scheduler = make(budget=32, num_blocks=9)
+    scheduler.kv.swap_space.capacity = 16
+    for number in range(2):
+        scheduler.add(request(number, [number] * 7, max_tokens=13))
+    run_step(scheduler)
+    victim = scheduler.running[-1]
+    assert scheduler.kv.swap_out(victim)
+    scheduler.running.remove(victim)
+    scheduler.waiting.append(victim)
+    assert memory_map(snapshot(scheduler)).splitlines()[-2:] == [
+        "1 waiting, the next first; 8 of 16 blocks of swap space used",
+        "   request 1: 8 tokens, 2 blocks of them swapped out",
+    ]
+
+
 def test_long_tables_and_long_queues_are_cut_short():
     _, _, scheduler = make(budget=64, num_blocks=300, block_size=1, max_num_seqs=30)
     for number in range(45):

@@ -25,6 +25,7 @@ from jpaged.config import CacheSpec
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import Sequence
+from jpaged.swap_space import CHUNK, SwappedOut
 
 SIZE = 4
 
@@ -43,7 +44,8 @@ def snapshot(manager, sequences):
         [block.block_id for block in manager.pool.free_queue()],
         [(block.ref_count, block.block_hash) for block in manager.pool.blocks],
         {h: block.block_id for h, block in manager.prefix_cache.blocks.items()},
-        [(seq.block_table.block_ids(), seq.num_computed_tokens) for seq in sequences],
+        [(seq.block_table.block_ids(), seq.num_computed_tokens, seq.swapped) for seq in sequences],
+        manager.swap_space.num_used,
     )
 
 
@@ -56,9 +58,15 @@ class PoolWalk(RuleBasedStateMachine):
         self.content: dict[int, tuple[int, ...]] = {}
         self.num_requests = 0
 
-    @initialize(num_blocks=st.integers(5, 12), enable_prefix_caching=st.sampled_from([True, True, True, False]))
-    def start(self, num_blocks, enable_prefix_caching):
-        self.manager = make_manager(num_blocks, enable_prefix_caching=enable_prefix_caching)
+    @initialize(
+        num_blocks=st.integers(5, 12),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        num_host_blocks=st.sampled_from([0, CHUNK, 3 * CHUNK]),
+    )
+    def start(self, num_blocks, enable_prefix_caching, num_host_blocks):
+        self.manager = make_manager(
+            num_blocks, enable_prefix_caching=enable_prefix_caching, num_host_blocks=num_host_blocks
+        )
 
     @property
     def sequences(self):
@@ -125,7 +133,12 @@ class PoolWalk(RuleBasedStateMachine):
             longest += 1
         assert len(matched) == (longest if self.manager.enable_prefix_caching else 0)
 
-        missing = seq.num_tokens - len(matched) * SIZE
+        found, swapped = self.manager.num_tokens_found(seq, matched), seq.swapped
+        if swapped is None or len(matched) < swapped.first_block:
+            assert found == len(matched) * SIZE
+        else:
+            assert found == max(len(matched) * SIZE, swapped.num_computed_tokens)
+        missing = seq.num_tokens - found
         num_new = max(1, round(share * missing))
         num_needed = -(-seq.num_tokens // SIZE) - len(matched)
         fits = num_needed + reserve <= len(self.free_ids() - {block.block_id for block in matched})
@@ -137,8 +150,13 @@ class PoolWalk(RuleBasedStateMachine):
             return
         self.waiting.remove(seq)
         self.running.append(seq)
-        assert seq.num_computed_tokens == len(matched) * SIZE < seq.num_tokens
+        assert seq.num_computed_tokens == found < seq.num_tokens
         assert seq.block_table.blocks == matched + got
+        copy = self.manager.swap_in(seq, len(matched))
+        assert (copy is not None) == (found > len(matched) * SIZE) and seq.swapped is None
+        if copy is not None:
+            for block_id, slots in zip(copy.block_ids, copy.content, strict=True):
+                self.content.update((block_id * SIZE + i, held) for i, held in enumerate(slots) if block_id)
         self.compute(seq, num_new)
 
     @precondition(lambda self: self.running)
@@ -218,12 +236,41 @@ class PoolWalk(RuleBasedStateMachine):
         if comes_back:
             self.waiting.append(seq)
 
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99), token=st.integers(0, 1))
+    def swap_out(self, which, token):
+        seq = self.running[which % len(self.running)]
+        if seq.num_computed_tokens == seq.num_tokens:
+            seq.append(token)
+        table, num_computed = list(seq.block_table.blocks), seq.num_computed_tokens
+        before, num_used = snapshot(self.manager, self.sequences), self.manager.swap_space.num_used
+        if not self.manager.swap_out(seq):
+            assert snapshot(self.manager, self.sequences) == before
+            assert num_used + self.manager.num_blocks_for(num_computed) > self.manager.swap_space.capacity - CHUNK
+            return
+        self.running.remove(seq)
+        self.waiting.append(seq)
+        first, ids = seq.swapped.first_block, seq.swapped.block_ids
+        assert ids == [block.block_id for block in table[first : self.manager.num_blocks_for(num_computed)]]
+        assert all(block.ref_count > 0 for block in table[:first]), "a block that nobody holds was not copied"
+        seq.swapped.content = [[self.content.get(i * SIZE + offset) for offset in range(SIZE)] for i in ids]
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 99), how_rare=st.integers(0, 3))
+    def give_up_waiting(self, which, how_rare):
+        if how_rare:
+            return
+        seq = self.waiting.pop(which % len(self.waiting))
+        num_used, own = self.manager.swap_space.num_used, seq.swapped.num_host_blocks if seq.swapped else 0
+        self.manager.discard_swapped(seq)
+        assert self.manager.swap_space.num_used == num_used - own
+
     @rule(how_rare=st.integers(0, 9))
     def reset(self, how_rare):
         if how_rare:
             return
         num_pinned = len(self.manager.pinned_blocks)
-        is_used = self.manager.pool.num_used > num_pinned
+        is_used = self.manager.pool.num_used > num_pinned or self.manager.swap_space.num_used > 0
         before = snapshot(self.manager, self.sequences)
         assert self.manager.reset_prefix_cache() == (not is_used)
         assert (
@@ -250,6 +297,8 @@ class PoolWalk(RuleBasedStateMachine):
             self.manager.free(seq)
         self.waiting += self.running
         self.running.clear()
+        for seq in self.waiting:
+            self.manager.discard_swapped(seq)
         self.manager.forget()
         assert self.manager.pool.num_used == 0 and all(self.manager.match_prefix(seq) == [] for seq in self.waiting)
 
@@ -274,7 +323,10 @@ class PoolWalk(RuleBasedStateMachine):
             return
         for seq in self.running:
             self.manager.free(seq)
+        for seq in self.waiting:
+            self.manager.discard_swapped(seq)
         self.manager.check_invariants(self.sequences)
+        assert self.manager.swap_space.num_used == 0
         assert self.manager.pool.num_used == len(self.manager.pinned_blocks)
 
 
@@ -389,6 +441,8 @@ def test_without_prefix_caching_nothing_is_ever_shared():
         (lambda m, seq: setattr(seq.block_table.blocks[0], "block_hash", b"other"), "another hash"),
         (lambda m, seq: setattr(m.pool.blocks[9], "block_hash", b"stale"), None),
         (lambda m, seq: setattr(m.pool, "num_free", 3), None),
+        (lambda m, seq: setattr(m.swap_space, "num_used", CHUNK), None),
+        (lambda m, seq: setattr(seq, "swapped", SwappedOut(0, 4, [])), "both swapped out and in the pool"),
     ],
 )
 def test_invariant_check_finds_damage(damage, message):
@@ -480,3 +534,57 @@ def test_invariant_check_finds_a_sequence_about_to_write_a_cached_block():
     second.num_computed_tokens = 7
     with pytest.raises(AssertionError, match="would write"):
         manager.check_invariants([first, second])
+
+
+def swapped_sequence(manager, tokens):
+    seq, _ = run_prompt(manager, tokens)
+    seq.append(7)
+    assert manager.swap_out(seq)
+    return seq
+
+
+def test_host_memory_is_counted_in_chunks_and_never_exceeded():
+    manager = make_manager(40, num_host_blocks=2 * CHUNK + 1)
+    first = swapped_sequence(manager, [1] * SIZE)
+    second = swapped_sequence(manager, [2] * SIZE * CHUNK)
+    third, _ = run_prompt(manager, [3])
+    third.append(7)
+    assert manager.swap_space.num_used == 2 * CHUNK and not manager.swap_out(third)
+    assert third.swapped is None and len(third.block_table) == 1
+    manager.discard_swapped(first)
+    manager.discard_swapped(first)
+    assert manager.swap_space.num_used == CHUNK and manager.swap_out(third)
+    manager.check_invariants([first, second, third])
+
+
+def test_a_shared_prefix_stays_and_is_found_when_its_sequence_comes_back():
+    manager = make_manager(20, num_host_blocks=CHUNK)
+    keeper, _ = run_prompt(manager, [1] * 9)
+    seq, _ = run_prompt(manager, [1] * 8 + [2] * 5)
+    seq.append(7)
+    own = seq.block_table.block_ids()[2:]
+    assert manager.swap_out(seq)
+    assert (seq.swapped.first_block, seq.swapped.block_ids, seq.swapped.num_computed_tokens) == (2, own, 13)
+    matched = manager.match_prefix(seq)
+    assert manager.num_tokens_found(seq, matched) == 13
+    manager.admit(seq, matched, 1)
+    copy = manager.swap_in(seq, len(matched))
+    assert seq.block_table.blocks[:2] == keeper.block_table.blocks[:2]
+    num_still_cached = len(matched) - 2
+    assert copy.block_ids == [0] * num_still_cached + seq.block_table.block_ids()[len(matched) : 4]
+    manager.check_invariants([keeper, seq])
+
+
+def test_a_sequence_whose_shared_prefix_is_gone_is_recomputed():
+    manager = make_manager(7, num_host_blocks=CHUNK)
+    keeper, _ = run_prompt(manager, [1] * 9)
+    seq, _ = run_prompt(manager, [1] * 8 + [2] * 5)
+    seq.append(7)
+    assert manager.swap_out(seq) and seq.swapped.first_block == 2
+    manager.free(keeper)
+    other, _ = run_prompt(manager, [9] * 24)
+    manager.free(other)
+    matched = manager.match_prefix(seq)
+    assert (len(matched), manager.num_tokens_found(seq, matched)) == (0, 0)
+    manager.admit(seq, matched, 14)
+    assert manager.swap_in(seq, 0) is None and seq.swapped is None and manager.swap_space.num_used == 0

@@ -19,7 +19,7 @@ HOST_HALF = [
     "jpaged.sequence_group", "jpaged.sequence_queues", "jpaged.beam_search", "jpaged.serve.protocol", "jpaged.metrics",
     "jpaged.histogram",
     "jpaged.buckets", "jpaged.outputs", "jpaged.errors", "jpaged.detokenizer",
-    "jpaged.pinned_prefixes", "jpaged.debug",
+    "jpaged.pinned_prefixes", "jpaged.debug", "jpaged.swap_space", "jpaged.preemption",
 ]  # fmt: skip
 
 MAY_IMPORT_INSIDE_A_FUNCTION = {
@@ -35,6 +35,7 @@ MAY_JIT = {
     "jpaged/step.py": "the step",
     "jpaged/kernel_check.py": "attention a second time, in a debug mode",
     "jpaged/model_runner.py": "the pool's zeros, made in their sharding",
+    "jpaged/block_swapper.py": "copies of blocks between steps",
     "models/llama.py": "one half of a layer inside the step, so that it is traced once and not once a layer",
 }
 MAY_PAD_ARRAYS = {

@@ -11,7 +11,7 @@ from jpaged.outputs import RequestMetrics
 
 NAMES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_cache_sharing_ratio", "cache_config_info",
-    "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens",
+    "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_swapped_out", "prompt_tokens", "generation_tokens",
     "request_success", "admission_rejections", "time_to_first_token_seconds", "inter_token_latency_seconds",
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",

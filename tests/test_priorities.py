@@ -7,9 +7,11 @@ import pytest
 from test_scheduler import Walk, check_end, counts, make, request, run_step
 
 from jpaged.config import CacheSpec, EngineConfig
+from jpaged.preemption import Preemption
 from jpaged.request_check import RequestCheck
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import Sequence
+from jpaged.swap_space import CHUNK
 
 
 class PriorityWalk(Walk):
@@ -20,10 +22,12 @@ class PriorityWalk(Walk):
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 1])
-@pytest.mark.parametrize("seed", range(40))
-def test_any_walk_keeps_the_order_and_everyone_gets_their_tokens(seed, max_in_flight):
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("seed", range(30))
+def test_any_walk_keeps_the_order_and_everyone_gets_their_tokens(seed, mode, max_in_flight):
     walk = PriorityWalk(seed, max_in_flight)
     scheduler, first_admissions, before = walk.scheduler, [], []
+    scheduler.preemption, scheduler.kv.swap_space.capacity = Preemption(mode), 3 * CHUNK
     for plan in walk.steps(num_requests=25):
         scheduler.kv.check_invariants(walk.requests)
         running = scheduler.running
@@ -39,6 +43,11 @@ def test_any_walk_keeps_the_order_and_everyone_gets_their_tokens(seed, max_in_fl
         assert plan.num_tokens <= walk.budget and counted[: plan.num_decodes] == [1] * plan.num_decodes
         first_admissions += [seq for seq in plan.admitted if seq not in first_admissions]
         before = list(running)
+        assert len(plan.swapped_out) == sum(seq.swapped is not None for seq in gone) <= plan.num_preempted
+        assert not plan.swapped_out or not plan.admitted
+        in_host = [seq.order for seq in scheduler.waiting if seq.swapped is not None]
+        assert all(seq.order < min(in_host, default=seq.order) or not in_host for seq in plan.admitted)
+    assert scheduler.kv.swap_space.num_used == 0
     for priority in (-7, 0, 2**40):
         admitted = [seq for seq in first_admissions if seq.params.priority == priority]
         assert admitted == sorted(admitted, key=lambda seq: int(seq.request_id))

@@ -12,7 +12,8 @@ import pytest
 from jpaged.config import CacheSpec, EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Scheduler, SchedulerOutput
+from jpaged.scheduler import Scheduler
+from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import FinishReason, Sequence, SequenceStatus
 
 MAX_MODEL_LEN = 48

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import PoolLayout, copy_blocks, pool_struct
+from pallas_kernels import PoolLayout, copy_blocks, pool_struct, put_blocks, take_blocks
 from pallas_kernels.pool import logical_kv, pool_from_logical
 
 SIZE = 9  # blocks of a layer
@@ -68,3 +68,38 @@ def test_refuses_what_does_not_fit():
     (other,) = _pools(dataclasses.replace(layout, form="tpu"), layers=(1,))
     with pytest.raises(ValueError, match="of one form, got cpu, tpu"):
         copy_blocks((pool, other), ids, ids, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("form", ["cpu", "gpu", "tpu"])
+def test_blocks_come_back_bit_for_bit_wherever_they_have_been(form, dtype):
+    pools = _pools(PoolLayout(3, 64, 16, dtype, form), layers=(2, 3))
+    rng = np.random.default_rng(1)
+    noise = [rng.integers(0, 256, array.nbytes, np.uint8) for pool in pools for array in pool.arrays]
+    leaves, tree = jax.tree.flatten(pools)  # every bit pattern there is, NaNs included
+    pools = tree.unflatten([bits.view(leaf.dtype).reshape(leaf.shape) for bits, leaf in zip(noise, leaves)])
+    take, put = (jax.jit(functools.partial(f, blocks_per_layer=SIZE)) for f in (take_blocks, put_blocks))
+    source, target = np.asarray([2, 7, 3, 0], np.int32), np.asarray([5, 2, 0, 0], np.int32)
+    taken = jax.device_put(take(pools, source), jax.devices()[0])
+    for before, block, after in zip(*map(jax.tree.leaves, (pools, taken, put(pools, target, taken)))):
+        layers = np.asarray(before).reshape(-1, SIZE, *before.shape[1:])
+        np.testing.assert_array_equal(bits_of(block), bits_of(layers[:, source].reshape(block.shape)))
+        want = layers.copy()
+        want[:, target[:2]] = layers[:, source[:2]]
+        got = np.asarray(after).reshape(want.shape)
+        np.testing.assert_array_equal(bits_of(got[:, 1:]), bits_of(want[:, 1:]))  # but for the null block
+
+
+def bits_of(array) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+def test_blocks_are_put_in_place(dtype):
+    layout = PoolLayout(2, 64, 16, dtype)
+    pools, taken = (pool_struct(layout, 64 * 4),), (pool_struct(layout, 8 * 4),)
+    ids = jax.ShapeDtypeStruct((8,), np.int32)
+    put = jax.jit(functools.partial(put_blocks, blocks_per_layer=64), donate_argnums=0)
+    memory = put.lower(pools, ids, taken).compile().memory_analysis()
+    num_bytes = layout.bytes_per_block * 64 * 4
+    assert memory.alias_size_in_bytes == num_bytes and memory.temp_size_in_bytes < num_bytes // 4

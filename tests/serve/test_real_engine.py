@@ -184,6 +184,7 @@ def test_tokens_survive_the_round_trip(client):
         ({"prompt": "a", "max_tokens": 10**30}, str(10**30)),
         ({"prompt": "a", "min_tokens": 10**30, "max_tokens": 10**30}, str(10**30)),
         ({"prompt": "a", "logprobs": 21}, "20"),
+        ({"prompt": "a", "priority": 3}, "scheduling_policy is fcfs"),
     ],
 )
 def test_what_the_engine_cannot_serve_is_a_400_with_the_numbers(client, body, says):
