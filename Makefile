@@ -14,10 +14,10 @@ serve: $(VENV)/.installed
 	$(RUN) -m jpaged.serve $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest -n 2 $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.installed-test
-	$(RUN) -m pytest -n 2 -m slow $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 test-compile: $(COMPILE_VENV)/.installed
 	$(RUN_COMPILE) -m pytest -n 2 -m compile tests/compile $(ARGS)

@@ -87,6 +87,7 @@ def test_a_prefix_cache_hit_equals_a_cold_prompt(model, programs_dir, expected):
     caching.close()
 
 
+@costly
 def test_preempted_by_recompute_equals_not_preempted(model, programs_dir, expected):
     small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=192, enable_prefix_caching=False)
     assert_same(expected, run(small, mixed_requests(), check_every_step=True))
@@ -118,6 +119,7 @@ def stopping_requests(expected) -> list[Request]:
     return requests
 
 
+@costly
 def test_overlap_on_equals_overlap_off(model, programs_dir, engine, expected):
     """Also on a pool so small that sequences are preempted while others stop in a step in flight."""
     assert engine.config.async_scheduling

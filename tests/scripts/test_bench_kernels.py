@@ -22,6 +22,7 @@ def run(script: str, *arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.slow  # every kernel's interpreter
 def test_every_kernel_runs_in_small_and_leaves_its_numbers(tmp_path):
     done = run("bench_kernels.py", "--tiny", "--interpret", "--json", tmp_path / "numbers.json")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
