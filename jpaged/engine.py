@@ -8,12 +8,14 @@ from collections import Counter
 from pathlib import Path
 
 from jpaged import debug
+from jpaged.bad_words import bad_word_tokens
 from jpaged.batch import BatchBuilder
 from jpaged.config import EngineConfig
+from jpaged.kept_rows import finish_kept_rows
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.metrics import EngineMetrics
 from jpaged.model_runner import ModelRunner, StepResult
-from jpaged.output_processor import RequestState, token_logprobs
+from jpaged.output_processor import RequestState, take_prompt_logprobs, token_logprobs
 from jpaged.outputs import OutputDelta, RequestMetrics
 from jpaged.pinned_prefixes import PinnedPrefixes, read_prefix
 from jpaged.request_check import RequestCheck
@@ -47,8 +49,7 @@ class LLMEngine:
         self.generation_defaults = sampling_defaults(config, checkpoint)
         self.metrics = EngineMetrics((config.served_model_name or (config.model,))[0])
         self.runner = ModelRunner(config, checkpoint, self.metrics.on_compile)
-        self.model_config = self.runner.model_config
-        self.spec = self.runner.spec
+        self.model_config, self.spec = self.runner.model_config, self.runner.spec
         self.metrics.set_cache_config(
             block_size=self.spec.block_size,
             num_blocks=self.spec.num_blocks,
@@ -56,15 +57,14 @@ class LLMEngine:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.validate = RequestCheck.of(
-            config, self.spec, vocab_size=self.model_config.vocab_size, max_position=self.model_config.max_position
-        )
+            config, self.spec, self.tokenizer,
+            vocab_size=self.model_config.vocab_size, max_position=self.model_config.max_position,
+        )  # fmt: skip
         self.kv = KVCacheManager(
-            self.spec,
-            enable_prefix_caching=config.enable_prefix_caching,
-            num_host_blocks=self.runner.num_host_blocks,
+            self.spec, enable_prefix_caching=config.enable_prefix_caching, num_host_blocks=self.runner.num_host_blocks
         )
         self.scheduler = Scheduler(config, self.kv, self.runner.preemption())
-        self.batch_builder = BatchBuilder(config, self.spec)
+        self.batch_builder = BatchBuilder(config, self.spec, self.model_config.vocab_size)
         self.requests: dict[str, RequestState] = {}
         self._seeds = random.Random(config.seed)
         self.in_flight = StepsInFlight(self.runner, depth=1 if config.async_scheduling else 0)
@@ -105,6 +105,7 @@ class LLMEngine:
             seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
             max_tokens=params.max_tokens or self.max_model_len - len(prompt_token_ids),
             eos_token_ids=self.tokenizer.eos_token_ids,
+            bad_words=bad_word_tokens(params.bad_words, self.tokenizer),
         )
         self.requests[request_id] = RequestState(seq, self.tokenizer, prompt, arrival_time or time.monotonic())
         self.scheduler.add(seq)
@@ -159,7 +160,9 @@ class LLMEngine:
         """Waits for the oldest step in flight and processes its result."""
         step, result = self.in_flight.retire()
         self._num_failed_steps = 0
+        finish_kept_rows(self.runner, step.plan, result)
         appended = self.scheduler.update(step.plan, result.token_ids)
+        take_prompt_logprobs(self.requests, step.plan, result, self.tokenizer)
         deltas = self._process(appended, result)
         self.metrics.on_step(step.stats(self.scheduler, sum(len(token_ids) for _, _, token_ids in appended)))
         if not self.has_work:
@@ -169,7 +172,7 @@ class LLMEngine:
     def _settle(self, failure: StepFailed) -> list[OutputDelta]:
         """After a failure: what an earlier step in flight still yields, and then a fresh start."""
         deltas = []
-        if len(self.in_flight) and not self.in_flight.is_oldest(failure.plan):
+        if len(self.in_flight) and self.scheduler.in_flight[0] is not failure.plan:
             try:
                 deltas = self._retire_step()
             except StepFailed as earlier:
@@ -181,12 +184,15 @@ class LLMEngine:
         gaps = Counter()  # most rows of a step waited equally long
         for row, seq, token_ids in appended:
             state = self.requests[seq.request_id]
+            if seq.error is not None:
+                deltas.append(self._fail(state, seq.error, token_ids))
+                continue
             if state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
             else:
                 gaps[(now - state.last_token_time) / len(token_ids)] += len(token_ids)
             state.last_token_time = now
-            delta = state.advance(token_ids, token_logprobs(seq.params, token_ids[0], result, row, self.tokenizer))
+            delta = state.advance(token_ids, token_logprobs(seq.params.logprobs, token_ids[0], result, row, self.tokenizer))
             deltas.append(delta)
             if delta.finish_reason is not None:
                 self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler has ended it
@@ -220,14 +226,16 @@ class LLMEngine:
         self.pins.recompute()
         if self._num_failed_steps < 2 or newest is None:
             return []
-        state = self.requests[newest.request_id]
-        self.scheduler.finish(newest, FinishReason.ERROR)
-        reason = str(error).strip() or type(error).__name__
-        delta = state.give_up(
-            FinishReason.ERROR, f"the engine failed to compute this request: {reason.splitlines()[0]}"
-        )
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return [self._fail(self.requests[newest.request_id], f"the engine failed to compute this request: {reason}")]
+
+    def _fail(self, state: RequestState, error: str, token_ids: list[int] | None = None) -> OutputDelta:
+        """Ends a request, with the tokens that it still had."""
+        logger.error("request %s failed: %s", state.seq.request_id, error)
+        self.scheduler.finish(state.seq, FinishReason.ERROR)
+        delta = state.give_up(FinishReason.ERROR, error, token_ids)
         self._close(state)
-        return [delta]
+        return delta
 
     def snapshot(self) -> dict:
         """Every block, table and queue as plain data."""

@@ -32,11 +32,12 @@ class OutputDelta:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first token, of the whole prompt
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """The one generated continuation of a request."""
+    """The one generated continuation of a request. error says why the engine gave it up (finish_reason "error")."""
 
     index: int
     text: str
@@ -45,6 +46,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token, which nothing precedes
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0

@@ -26,6 +26,8 @@ class SamplingBatch:
     top_k: Int[AnyArray, "R"]
     seeds: UInt32[AnyArray, "R 2"]
     wants_logprobs: Int[AnyArray, "R"]  # 0 or 1
+    edit_slot: Int[AnyArray, "R"]  # of LogitsEdits; 0 for none
+    keeps_logits: Int[AnyArray, "R"]  # 0 or 1: the host chooses from them, and the step's token is dropped
     min_length: Int[AnyArray, "R"]
     stop_ids: Int[AnyArray, "R stops"]
 
@@ -53,7 +55,16 @@ class SamplingBatch:
         self.top_p.fill(1)
         self.stop_ids.fill(-1)
 
-    def set_row(self, row: int, params: SamplingParams, seed: int, stop_ids: frozenset[int], min_length: int) -> None:
+    def set_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        stop_ids: frozenset[int],
+        min_length: int,
+        *,
+        edit_slot: int = 0,
+    ) -> None:
         """Writes a request's parameters into a neutral host row."""
         assert len(stop_ids) <= MAX_STOPS, f"{len(stop_ids)} stop tokens"
         self.temperature[row] = 0.0 if params.is_greedy else params.temperature
@@ -62,6 +73,8 @@ class SamplingBatch:
         self.top_k[row] = max(params.top_k, 0)
         self.seeds[row] = seed >> 32, seed & 0xFFFFFFFF
         self.wants_logprobs[row] = params.logprobs is not None
+        self.edit_slot[row] = edit_slot
+        self.keeps_logits[row] = bool(params.logits_processors)
         self.min_length[row] = min_length
         self.stop_ids[row, : len(stop_ids)] = sorted(stop_ids)
 
@@ -71,7 +84,7 @@ class SamplingBatch:
 class Sampled:
     """What came of a step. The log-probs are of the model's own distribution; zeros where no row asked for them."""
 
-    token_ids: Int[AnyArray, "*steps R"]  # a step of several decodes stacks the tokens of each
+    token_ids: Int[AnyArray, "*steps R"]  # a step of several decodes stacks the tokens of each; or TOKEN_ERRORS
     logprobs: Float[AnyArray, "R"]
     ranks: Int[AnyArray, "R"]
     top_ids: Int[AnyArray, "R top"]

@@ -4,10 +4,12 @@ from collections import deque
 from collections.abc import Iterable
 
 from jpaged.config import EngineConfig
+from jpaged.errors import NOT_FINITE, TOKEN_ERRORS
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.preemption import Preemption, warn_of_preemption
+from jpaged.rows import Rows
 from jpaged.scheduler_output import SchedulerOutput
-from jpaged.sequence import Sequence, SequenceStatus, insert_in_order
+from jpaged.sequence import FinishReason, Sequence, SequenceStatus, insert_in_order
 
 
 class Scheduler:
@@ -33,10 +35,9 @@ class Scheduler:
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.waiting: deque[Sequence] = deque()  # by their order, as running is
         self.running: list[Sequence] = []
-        self._num_arrived = 0
-        self.num_preemptions = 0
+        self._num_arrived = self.num_preemptions = 0
         self.in_flight: deque[SchedulerOutput] = deque()  # planned, result not yet seen
-        self._free_rows = list(range(self.max_num_seqs))[::-1]
+        self._rows = Rows(config.max_num_seqs, config.max_num_edited_seqs)
 
     @property
     def has_work(self) -> bool:
@@ -60,21 +61,23 @@ class Scheduler:
         budget, block_size = self.max_num_batched_tokens, self.kv.block_size
         running, chunks = list(self.running), {}
         for i, seq in enumerate(running):  # of the budget there is always a token left for each that comes later
-            if seq.num_pending and seq.num_tokens_left == 0:  # the last token that it may have is on its way
+            if seq.num_pending and (seq.sits_out or seq.num_tokens_left == 0):  # or its last token is on its way
                 continue
             num_missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens
             num_tokens = 1 if num_missing == 1 else min(num_missing, budget - (len(running) - i - 1))
+            if num_missing > 1 and seq.lacks_prompt_logprobs:
+                num_rows = self.max_num_seqs - len(chunks) - (len(running) - i - 1)
+                num_tokens = plan.as_many_as_have_rows(seq, seq.num_computed_tokens, num_tokens, num_rows)
             has_room = num_missing == 1 and seq.num_computed_tokens < len(seq.block_table.blocks) * block_size
-            if not has_room:
-                has_room = self._make_room(seq, num_tokens, plan)
-                if has_room is None:
-                    return None
+            if not has_room and (has_room := self._make_room(seq, num_tokens, plan)) is None:
+                return None
             if has_room:
                 if num_missing == 1:
                     plan.num_scheduled_tokens[seq] = 1
                     plan.num_decodes += 1
                 else:
                     chunks[seq] = num_tokens
+                    plan.add_prompt_logprobs(seq, num_tokens)
                 budget -= num_tokens
         plan.num_scheduled_tokens.update(chunks)
         if not plan.num_preempted:
@@ -98,6 +101,8 @@ class Scheduler:
                 sampled.append(seq)
                 limits.append(limit)
             seq.num_computed_tokens = end
+        for seq, _, end in plan.prompt_logprobs:
+            seq.num_prompt_logprobs = end
         self.in_flight.append(plan)
 
     def _num_decodes_in_a_row(self, plan: SchedulerOutput) -> int:
@@ -107,7 +112,7 @@ class Scheduler:
             return 1
         most = min(self.num_scheduler_steps, max(seq.num_tokens_left for seq in plan.num_scheduled_tokens))
         for seq in plan.num_scheduled_tokens:
-            if seq.params.stop or seq.params.logprobs is not None:
+            if seq.params.stop or seq.params.logprobs is not None or seq.sits_out:
                 return 1
             if self.kv.allocate_slots(seq, min(most, seq.num_tokens_left)) is None:
                 return 1
@@ -118,7 +123,7 @@ class Scheduler:
         as many as its limit. Frees what is finished.
 
         Returns (index in plan.sampled, sequence, tokens appended) for each sequence that had not ended before; tokens
-        after an end are dropped.
+        after an end are dropped. One of TOKEN_ERRORS in place of a token ends its sequence, and says so in its error.
         """
         assert self.in_flight and self.in_flight[0] is plan, "results must come in the order of the plans"
         self.in_flight.popleft()
@@ -132,6 +137,9 @@ class Scheduler:
             seq.num_pending -= limit
             reason = None
             for token_id in tokens[:limit]:
+                if token_id < 0:
+                    seq.error, reason = seq.error or TOKEN_ERRORS[token_id], FinishReason.ERROR
+                    break
                 reason = seq.append(token_id)
                 if reason is not None:
                     break
@@ -139,6 +147,8 @@ class Scheduler:
             if (before - 1) // self.kv.block_size != (len(seq.token_ids) - 1) // self.kv.block_size:
                 self.kv.cache_full_blocks(seq, before - 1, len(seq.token_ids) - 1)
             if reason is not None:
+                if token_id == NOT_FINITE:
+                    self.kv.distrust(seq)
                 self.finish(seq, reason)
         return appended
 
@@ -165,6 +175,8 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Sends every running sequence back to be recomputed, in order, and drops the steps in flight: the pool's
         content is lost, and a copy in host memory may have been on its way."""
+        for plan in reversed(self.in_flight):
+            plan.take_back_prompt_logprobs()
         self.in_flight.clear()
         for seq in self.waiting:
             self.kv.discard_swapped(seq)
@@ -199,21 +211,23 @@ class Scheduler:
         warn_of_preemption(victim, way, self.kv.spec, self.num_preemptions)
 
     def _admit_waiting(self, budget: int, plan: SchedulerOutput) -> None:
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget and plan.num_rows < self.max_num_seqs and not plan.is_cut:
             seq = self.waiting[0]
-            matched = self.kv.match_prefix(seq)
+            if not self._rows.has_place_for(seq):
+                return
+            matched = [] if seq.lacks_prompt_logprobs else self.kv.match_prefix(seq)  # a hit computes no logits
             num_found = self.kv.num_tokens_found(seq, matched)
             num_tokens = min(seq.num_tokens - num_found, budget)
+            num_tokens = plan.as_many_as_have_rows(seq, num_found, num_tokens, self.max_num_seqs)
             if num_found + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
                 return
             if self.kv.admit(seq, matched, num_tokens, reserve=len(self.running)) is None:
                 return
-            self.waiting.popleft()
+            insert_in_order(self.running, self.waiting.popleft())
             if (swapped := self.kv.swap_in(seq, len(matched))) is not None:
                 plan.swapped_in.append(swapped)
-            insert_in_order(self.running, seq)
             seq.status = SequenceStatus.RUNNING
-            seq.row = self._free_rows.pop()
+            self._rows.take(seq)
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = num_found
                 plan.num_new_prompt_tokens += seq.num_prompt_tokens
@@ -221,6 +235,7 @@ class Scheduler:
             plan.admitted.append(seq)
             plan.num_prefix_queries += seq.num_tokens
             plan.num_prefix_hits += len(matched) * self.kv.block_size
+            plan.add_prompt_logprobs(seq, num_tokens)
             budget -= num_tokens
 
     def _preempt(self, seq: Sequence) -> None:
@@ -231,6 +246,5 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         self.kv.free(seq)
-        self._free_rows.append(seq.row)
-        seq.row = None
+        self._rows.give_back(seq)
         seq.num_pending = 0

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import ClassVar
 
+import jpaged
 from jpaged.outputs import OutputDelta
-from jpaged.serve.logprobs import chat_logprobs, completion_logprobs
+from jpaged.serve.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from jpaged.serve.protocol import GenerationBody
 
 
@@ -18,6 +19,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         text="".join(delta.text for delta in deltas),
         token_ids=list(chain.from_iterable(delta.token_ids for delta in deltas)),
         logprobs=list(chain.from_iterable(delta.logprobs or () for delta in deltas)),
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
@@ -34,10 +36,18 @@ class Answer:
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, answer_id: str, model: str, body: GenerationBody, prompts: Sequence[list[int]]):
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        tokenizer: "jpaged.tokenizer.Tokenizer",
+    ):
         options = body.stream_options
         self._body = body
         self._prompts = prompts
+        self._tokenizer = tokenizer
         self._num_logprobs = body.num_logprobs()
         self._has_usage_chunk = bool(options and options.include_usage)
         self._has_usage_always = bool(options and options.continuous_usage_stats)
@@ -94,29 +104,42 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
 
-    def __init__(self, answer_id: str, model: str, body: GenerationBody, prompts: Sequence[list[int]]):
-        super().__init__(answer_id, model, body, prompts)
-        self._text_offsets = [0] * len(prompts)
-        self._has_prompt_ids = [False] * len(prompts)
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._text_offsets = [0] * len(self._prompts)
+        self._has_begun = [False] * len(self._prompts)
 
     def _choice(self, index: int, delta: OutputDelta, *, is_chunk: bool = False) -> dict:
+        is_first, self._has_begun[index] = not self._has_begun[index], True
+        is_echo = is_first and bool(self._body.echo)
         logprobs = None
         if self._num_logprobs is not None:
-            logprobs = completion_logprobs(delta.logprobs or (), self._num_logprobs, self._text_offsets[index])
+            positions, first_token = delta.logprobs or [], None
+            if is_echo:
+                positions = (delta.prompt_logprobs or [None])[1:] + positions
+                first_token = self._tokenizer.decoded_token(self._prompts[index][0])
+            logprobs = completion_logprobs(positions, self._num_logprobs, self._text_offsets[index], first_token)
             self._text_offsets[index] += sum(map(len, logprobs["tokens"]))
         choice = {
             "index": index,
-            "text": delta.text,
+            "text": self._prompt_text(index) + delta.text if is_echo else delta.text,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            if not self._has_prompt_ids[index]:  # once a choice, in its first chunk
+            if is_first:
                 choice["prompt_token_ids"] = self._prompts[index]
-                self._has_prompt_ids[index] = True
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs or [])
         return choice
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._body.prompts()[index]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(prompt, skip_special_tokens=self._body.skip_special_tokens is not False)
 
 
 class ChatAnswer(Answer):
@@ -126,6 +149,8 @@ class ChatAnswer(Answer):
 
     def whole(self, deltas: Sequence[OutputDelta]) -> dict:
         answer = super().whole(deltas)
+        if self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(deltas[0].prompt_logprobs or [])
         return answer | {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else answer
 
     def opening(self) -> list[dict]:

@@ -40,10 +40,11 @@ class Generation:
             raise ApiError(500, str(error)) from error
         self._engine = engine
         self._is_stream = bool(body.stream)
+        self._is_echo_alone = body.is_echo_alone
         self._prompts = prompts
         answer_id = answer_class.id_prefix + (body.request_id or uuid.uuid4().hex)
         self._headers = [(b"x-request-id", answer_id.encode("utf-8", "replace"))]
-        self._answer = answer_class(answer_id, model, body, prompts)
+        self._answer = answer_class(answer_id, model, body, prompts, engine.tokenizer)
         # two clients may choose one request_id: the engine's ids are unique all the same
         self._engine_id = f"{answer_id}-{uuid.uuid4().hex[:8]}"
         params = body.sampling_params(engine.generation_defaults, max_tokens=default_max_tokens)
@@ -101,7 +102,7 @@ class Generation:
                 async for delta in deltas:
                     if delta.finish_reason == "error":
                         raise ApiError(500, delta.error or "the engine gave this request up")
-                    yield delta
+                    yield replace(delta, text="", token_ids=[], logprobs=[]) if self._is_echo_alone else delta
         except QueueFullError as error:
             self._engine.metrics.on_rejected("queue_full")
             raise ApiError(429, str(error), headers={"Retry-After": "1"}) from error

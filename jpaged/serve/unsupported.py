@@ -12,19 +12,11 @@ LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
 SAMPLING = {
     "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
-    "echo": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -39,6 +31,7 @@ SAMPLING = {
 }
 COMPLETION = SAMPLING | {"best_of": (1,), "suffix": ("",), "prompt_embeds": ()}
 CHAT = SAMPLING | {
+    "echo": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),  # without tools there is nothing to choose
     "parallel_tool_calls": (True, False),

@@ -14,10 +14,15 @@ from jpaged.sampling_params import SamplingParams
 folder, programs_dir, size = sys.argv[1:]
 engine = make_engine(folder, programs_dir, tensor_parallel_size=int(size))
 assert len(engine.runner.state.pools[0].arrays[0].sharding.device_set) == int(size)
-kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}]
+kinds = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+    {"temperature": 0, "presence_penalty": 1.5, "bad_words": ["a"], "prompt_logprobs": 2},
+    {"repetition_penalty": 1.3, "logit_bias": {7: 2}, "seed": 4, "logits_processors": [lambda ids, row: row]},
+]
 requests = [
-    Request(list(range(3, 3 + length)), SamplingParams(max_tokens=16, ignore_eos=True, **kinds[length % 2]))
-    for length in (1, 16, 40, 71)
+    Request(list(range(3, 3 + length)), SamplingParams(max_tokens=16, ignore_eos=True, **kind))
+    for length, kind in zip((1, 16, 40, 71), kinds)
 ]
 print(json.dumps([output.token_ids for output in run(engine, requests)]))
 """
