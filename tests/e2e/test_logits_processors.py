@@ -21,7 +21,7 @@ def model(tmp_path_factory) -> str:
 def engine(request, model, programs_dir):
     engine = make_engine(
         model, programs_dir, async_scheduling=request.param, max_num_batched_tokens=8, max_logprobs=VOCAB,
-        num_blocks_override=9, max_model_len=112,
+        num_blocks_override=8, max_model_len=112,
     )  # fmt: skip
     yield engine
     engine.close()

@@ -23,7 +23,9 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def engine(model, programs_dir):
-    engine = make_engine(model, programs_dir, enable_prefix_caching=False, max_logprobs=VOCAB)
+    engine = make_engine(
+        model, programs_dir, enable_prefix_caching=False, max_num_batched_tokens=8, max_logprobs=VOCAB
+    )
     yield engine
     engine.close()
 
@@ -98,7 +100,7 @@ def test_chunks_preemptions_cached_prefixes_and_a_wait_for_a_slot_change_nothing
     model, programs_dir, expected, bad_words
 ):
     small = make_engine(
-        model, programs_dir, max_num_batched_tokens=8, num_blocks_override=9, max_model_len=112, max_num_edited_seqs=4,
+        model, programs_dir, max_num_batched_tokens=12, num_blocks_override=9, max_model_len=112, max_num_edited_seqs=4,
         max_logprobs=VOCAB,
     )  # fmt: skip
     for _ in range(2):
