@@ -7,6 +7,7 @@ import numpy as np
 from jpaged.buckets import Buckets
 from jpaged.config import CacheSpec, EngineConfig
 from jpaged.device_state import RowLoad
+from jpaged.logits_edits import EditLoad
 from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import Sequence
 from jpaged.step_input import StepInput
@@ -15,12 +16,14 @@ from jpaged.swap_space import SwappedOut
 
 @dataclass(frozen=True)
 class HostStep:
-    """One step's program and input, packed. row_loads bring the rows of new sequences, before the step runs;
-    so come and go the blocks of those that are swapped."""
+    """One step's program and input, packed. row_loads and edit_loads bring the state of new sequences, before the step
+    runs; so come and go the blocks of those that are swapped."""
 
     bucket: tuple[int, int]
     buffer: np.ndarray
     row_loads: list[np.ndarray]
+    edit_loads: list[np.ndarray]
+    kept_slots: list[int]  # of the sampled sequences that have logits processors
     num_sampled: int
     wants_logprobs: bool
     swapped_out: list[SwappedOut]
@@ -33,7 +36,8 @@ class BatchBuilder:
     Where a sequence's next token is still being sampled, the device is told to take it from its own table.
     """
 
-    def __init__(self, config: EngineConfig, spec: CacheSpec):
+    def __init__(self, config: EngineConfig, spec: CacheSpec, vocab_size: int):
+        self.vocab_size = vocab_size
         self.max_num_seqs = num_rows = config.max_num_seqs
         self.max_blocks = spec.max_blocks_per_seq
         self.buckets = Buckets(config.max_num_batched_tokens, config.max_num_seqs, config.token_buckets)
@@ -57,8 +61,9 @@ class BatchBuilder:
         self.token_ids[rows[is_pending], starts[is_pending]] = -1 - rows[is_pending]
         is_sampled = starts + counts >= known
         num_tokens, num_sampled = int(counts.sum()), len(plan.sampled)
+        num_rows = num_sampled + plan.num_prompt_logprobs
 
-        bucket = self.buckets.choose(num_tokens, num_sampled, decodes_on=max(plan.limits, default=1) > 1)
+        bucket = self.buckets.choose(num_tokens, num_rows, decodes_on=max(plan.limits, default=1) > 1)
         buffer, step = StepInput.packing(*bucket, self.max_num_seqs).empty()
         step.make_neutral(self.max_num_seqs, self.max_blocks)
         ends = np.cumsum(counts, dtype=np.int32)
@@ -80,10 +85,19 @@ class BatchBuilder:
         step.limits[:num_sampled] = plan.limits
         for i, copy in enumerate(plan.copies):
             step.block_copies[i] = copy.source.block_id, copy.destination.block_id
+        row = num_sampled
+        for seq, first, end in plan.prompt_logprobs:
+            index, after = seqs.index(seq), row + end - first
+            step.logits_indices[row:after] = np.arange(first, end) - starts[index] + ends[index] - counts[index]
+            step.targets[row:after] = seq.token_ids[first + 1 : end + 1]
+            row = after
         row_loads = self._load_rows(plan.admitted + self._update_tables(plan, seqs, rows, counts, step.table_updates))
-        wants_logprobs = bool(self.wants_logprobs[sampled_rows].any())
+        kept_slots = [seq.edit_slot for seq in plan.sampled if seq.edit_slot and seq.params.logits_processors]
+        edit_loads = [self._load_edits(seq) for seq in plan.admitted if seq.edit_slot]
+        wants_logprobs = bool(plan.prompt_logprobs) or bool(self.wants_logprobs[sampled_rows].any())
         return HostStep(
-            bucket, buffer, row_loads, num_sampled, wants_logprobs, plan.swapped_out, plan.swapped_in
+            bucket, buffer, row_loads, edit_loads, kept_slots, num_sampled, wants_logprobs, plan.swapped_out,
+            plan.swapped_in,
         )  # fmt: skip
 
     def _update_tables(self, plan: SchedulerOutput, seqs: list[Sequence], rows, counts, updates) -> list[Sequence]:
@@ -116,5 +130,17 @@ class BatchBuilder:
                 load.row_ids[i] = seq.row
                 load.block_tables[i, : len(seq.block_table)] = seq.block_table.block_ids()
                 min_length = seq.num_prompt_tokens + seq.params.min_tokens
-                load.sampling.set_row(i, seq.params, seq.seed, seq.stop_token_ids, min_length, seq.index)
+                load.sampling.set_row(
+                    i, seq.params, seq.seed, seq.stop_token_ids, min_length,
+                    sample_index=seq.index, edit_slot=seq.edit_slot,
+                )  # fmt: skip
         return buffers
+
+    def _load_edits(self, seq: Sequence) -> np.ndarray:
+        """The edits of a sequence's logits, with all its tokens counted."""
+        buffer, load = EditLoad.packing(self.vocab_size).empty()
+        load.slot[:] = seq.edit_slot
+        load.edits.make_neutral()
+        prompt = seq.token_ids[: seq.num_prompt_tokens]
+        load.edits.set_slot(0, seq.params, prompt, seq.output_token_ids, seq.bad_words)
+        return buffer

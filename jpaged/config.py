@@ -17,6 +17,7 @@ _LEAST = {  # the counts, and the least that each may be
     "max_num_batched_tokens": 1,
     "max_num_seqs": 1,
     "max_num_queued_requests": 1,
+    "max_num_edited_seqs": 1,
     "max_logprobs": 0,
     "num_scheduler_steps": 1,
     "tensor_parallel_size": 1,
@@ -71,6 +72,11 @@ class EngineConfig:
         (), "padded step sizes to compile for; the largest is max_num_batched_tokens (default: a ladder)"
     )
     max_num_seqs: int = _option(256, "sequences that run at once at most")
+    max_num_edited_seqs: int = _option(
+        64,
+        "sequences with penalties, logit_bias, allowed_token_ids, bad_words or logits processors that run at once at "
+        "most: each keeps 12 bytes a token of the vocabulary on the device",
+    )
     max_num_queued_requests: int | None = _option(None, "requests that may wait; more are refused (default: no limit)")
     preemption_mode: str = _option(
         "auto",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jpaged.logits_edits import LogitsEdits
 from jpaged.packing import Packing
 from jpaged.sampling_batch import SamplingBatch
 from models.types import Pools
@@ -37,6 +38,7 @@ class DeviceState:
 
     pools: Pools
     rows: RowState
+    edits: LogitsEdits
 
 
 @jax.tree_util.register_dataclass

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 from jpaged import debug
+from jpaged.bad_words import bad_word_tokens
 from jpaged.batch import BatchBuilder
 from jpaged.config import EngineConfig
+from jpaged.kept_rows import finish_kept_rows
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.metrics import EngineMetrics
 from jpaged.model_runner import ModelRunner
@@ -48,8 +50,7 @@ class LLMEngine:
         self.generation_defaults = sampling_defaults(config, checkpoint)
         self.metrics = EngineMetrics((config.served_model_name or (config.model,))[0])
         self.runner = ModelRunner(config, checkpoint, self.metrics.on_compile)
-        self.model_config = self.runner.model_config
-        self.spec = self.runner.spec
+        self.model_config, self.spec = self.runner.model_config, self.runner.spec
         self.metrics.set_cache_config(
             block_size=self.spec.block_size,
             num_blocks=self.spec.num_blocks,
@@ -57,19 +58,14 @@ class LLMEngine:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.validate = RequestCheck.of(
-            config,
-            self.spec,
-            vocab_size=self.model_config.vocab_size,
-            max_position=self.model_config.max_position,
-            num_eos_tokens=len(self.tokenizer.eos_token_ids),
-        )
+            config, self.spec, self.tokenizer,
+            vocab_size=self.model_config.vocab_size, max_position=self.model_config.max_position,
+        )  # fmt: skip
         self.kv = KVCacheManager(
-            self.spec,
-            enable_prefix_caching=config.enable_prefix_caching,
-            num_host_blocks=self.runner.num_host_blocks,
+            self.spec, enable_prefix_caching=config.enable_prefix_caching, num_host_blocks=self.runner.num_host_blocks
         )
         self.scheduler = Scheduler(config, self.kv, self.runner.preemption())
-        self.batch_builder = BatchBuilder(config, self.spec)
+        self.batch_builder = BatchBuilder(config, self.spec, self.model_config.vocab_size)
         self.pins = PinnedPrefixes(self.kv, self.add_request)
         self.results = ResultProcessor(self.scheduler, self.tokenizer, self.metrics, self.pins.computing)
         self.requests = self.results.requests
@@ -110,6 +106,7 @@ class LLMEngine:
             seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
             max_tokens=self.validate.max_tokens(len(prompt_token_ids), params),
             eos_token_ids=self.tokenizer.eos_token_ids,
+            bad_words=bad_word_tokens(params.bad_words, self.tokenizer),
         )
         seqs = SequenceGroup(seq, params.num_samples).sequences if params.num_samples > 1 else [seq]
         self.requests[request_id] = RequestState(seqs, self.tokenizer, arrival_time or time.monotonic())
@@ -165,7 +162,9 @@ class LLMEngine:
         """Waits for the oldest step in flight and processes its result."""
         step, result = self.in_flight.retire()
         self._num_failed_steps = 0
+        finish_kept_rows(self.runner, step.plan, result)
         appended = self.scheduler.update(step.plan, result.token_ids)
+        self.results.take_prompt_logprobs(step.plan, result)
         deltas = self.results.process(appended, result)
         self.metrics.on_step(step.stats(self.scheduler, sum(max(1, len(token_ids)) for _, _, token_ids in appended)))
         if not self.has_work:
@@ -175,7 +174,7 @@ class LLMEngine:
     def _settle(self, failure: StepFailed) -> list[OutputDelta]:
         """After a failure: what an earlier step in flight still yields, and then a fresh start."""
         deltas = []
-        if len(self.in_flight) and not self.in_flight.is_oldest(failure.plan):
+        if len(self.in_flight) and self.scheduler.in_flight[0] is not failure.plan:
             try:
                 deltas = self._retire_step()
             except StepFailed as earlier:
@@ -199,9 +198,9 @@ class LLMEngine:
         self.pins.recompute()
         if self._num_failed_steps < 2 or newest is None:
             return []
-        reason = str(error).strip() or type(error).__name__
-        why = f"the engine failed to compute this request: {reason.splitlines()[0]}"
-        return self.results.give_up(self.requests[newest.request_id], FinishReason.ERROR, why)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = f"the engine failed to compute this request: {reason}"
+        return self.results.fail(self.requests[newest.request_id], why)
 
     def snapshot(self) -> dict:
         """Every block, table and queue as plain data."""

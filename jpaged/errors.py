@@ -7,3 +7,12 @@ class QueueFullError(Exception):
 
 class KernelCheckFailed(Exception):
     """`--check-kernels` has found a wrong kernel or block id. The engine stops: to go on would hide it."""
+
+
+NOT_FINITE, NOTHING_ALLOWED, NOT_PROCESSED = -1, -2, -3
+TOKEN_ERRORS = {
+    NOT_FINITE: "the model's logits are not finite numbers",
+    NOTHING_ALLOWED: "no token is left to sample: what the request allows, bans and biases excludes all of them",
+    NOT_PROCESSED: "a logits processor failed",
+}
+"""What the sampler says in place of a token id, and what it means. It ends that request alone."""

@@ -151,6 +151,11 @@ class KVCacheManager:
         for i in range(first, last):
             self.prefix_cache.insert(seq.block_table.blocks[i], seq.block_hashes, i)
 
+    def distrust(self, seq: Sequence) -> None:
+        """Makes what seq has computed findable no more: its KV gave logits that are no numbers."""
+        for block in seq.block_table.blocks:
+            self.prefix_cache.evict(block)
+
     def free(self, seq: Sequence) -> None:
         """Gives all blocks back, the tail first: a prefix is worth more than its continuation."""
         self.pool.release(seq.block_table.blocks[::-1])

@@ -37,7 +37,8 @@ class LLM:
         """One RequestOutput a prompt, in input order. A prompt is text, token ids, or {"prompt_token_ids": ids}.
 
         sampling_params is one for all or one each; left out, it is the model's own defaults. Raises ValueError, before
-        anything runs, for a request that cannot be served.
+        anything runs, for a request that cannot be served. One that fails later has finish_reason "error" and an error;
+        the others go on.
         """
         prompts = self._as_list(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]

@@ -41,6 +41,7 @@ class MemoryPlan:
     device: str
     limit: int | None
     weights: int
+    rows: int
     step: StepMemory | None
     num_programs: int
     pool: int
@@ -48,7 +49,7 @@ class MemoryPlan:
 
     def table(self, num_pinned_blocks: int = 0, num_host_blocks: int = 0) -> str:
         """The start-up table."""
-        rows = [("weights", self.weights, "")]
+        rows = [("weights", self.weights, ""), ("running sequences", self.rows, "tables, penalties and biases")]
         if self.step is not None:
             rows.append(("step's temporaries", self.step.temp + self.step.output, "of the largest program"))
             rows.append(("programs", self.step.code * self.num_programs, f"{self.num_programs} programs"))
@@ -80,11 +81,12 @@ def plan_memory(
     block_size: int,
     bytes_per_block: int,
     weights: int,
+    rows: int,
     device: jax.Device,
     step: StepMemory | None,
     num_programs: int,
 ) -> MemoryPlan:
-    """Sizes the pool. weights and bytes_per_block are those of one device.
+    """Sizes the pool. weights, rows (the state of running sequences) and bytes_per_block are those of one device.
 
     Raises ValueError when what is left holds no usable pool, with the numbers.
     """
@@ -97,7 +99,7 @@ def plan_memory(
         elif limit is None:
             available, reason = CPU_POOL_BYTES, "the default on CPU"
         else:
-            needed = weights + step.temp + step.output + step.code * num_programs
+            needed = weights + rows + step.temp + step.output + step.code * num_programs
             available = int(limit * config.device_memory_utilization) - needed
             reason = f"what is free of {config.device_memory_utilization:.0%}"
         num_blocks = available // bytes_per_block
@@ -113,4 +115,4 @@ def plan_memory(
         max_model_len=resolve_max_model_len(config, max_position, usable_tokens),
     )
     pool = num_blocks * bytes_per_block
-    return MemoryPlan(spec, str(device), limit, weights, step, num_programs, pool, reason)
+    return MemoryPlan(spec, str(device), limit, weights, rows, step, num_programs, pool, reason)

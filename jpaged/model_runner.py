@@ -1,7 +1,7 @@
 """ModelRunner: weights and pool on the devices, and the compiled steps that join them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from jpaged.batch import HostStep
 from jpaged.block_swapper import BlockSwapper
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
+from jpaged.edit_programs import EditPrograms
 from jpaged.kernel_check import KernelCheck
 from jpaged.memory_plan import MemoryPlan, plan_memory
-from jpaged.program_cache import ProgramCache, cache_dir, fingerprint
 from jpaged.preemption import Preemption
+from jpaged.program_cache import ProgramCache, cache_dir, fingerprint
 from jpaged.programs import Programs
 from jpaged.sampling_batch import Sampled
 from jpaged.step import DeviceState, StepFunction
@@ -33,14 +34,15 @@ class StepResult:
 
     token_ids: list[list[int]]
     logprobs: Sampled | None  # numpy arrays
+    kept_logits: list[np.ndarray] = field(default_factory=list)  # of the sampled sequences with processors, in order
 
 
 class PendingResult:
     """The result of a step that may still be running, on its way to the host."""
 
-    def __init__(self, sampled: Sampled, num_sampled: int, wants_logprobs: bool):
+    def __init__(self, sampled: Sampled, num_sampled: int, wants_logprobs: bool, kept: list[jax.Array]):
         self._num_sampled = num_sampled
-        self._arrays = sampled if wants_logprobs else sampled.token_ids
+        self._arrays = (sampled if wants_logprobs else sampled.token_ids), kept
         for array in jax.tree.leaves(self._arrays):
             array.copy_to_host_async()
 
@@ -50,11 +52,12 @@ class PendingResult:
 
     def read(self) -> StepResult:
         """Waits for the step; raises what the device raised."""
-        arrays = jax.tree.map(np.asarray, self._arrays)
+        to_host = np.array if self._arrays[1] else np.asarray  # the host writes into what it chooses itself
+        arrays, kept = jax.tree.map(to_host, self._arrays)
         logprobs = arrays if isinstance(arrays, Sampled) else None
         token_ids = arrays if logprobs is None else arrays.token_ids
         token_ids = token_ids if token_ids.ndim == 2 else token_ids[None]
-        return StepResult(token_ids[:, : self._num_sampled].T.tolist(), logprobs)
+        return StepResult(token_ids[:, : self._num_sampled].T.tolist(), logprobs, kept)
 
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:
@@ -79,6 +82,7 @@ def plan_step_memory(step: StepFunction, buckets: Buckets, device: jax.Device | 
         block_size=step.layout.block_size,
         bytes_per_block=step.bytes_per_block,
         weights=step.weight_bytes,
+        rows=step.row_bytes,
         device=device,
         step=step.measure((buckets.tokens[-1], buckets.max_rows)) if is_measured else None,
         num_programs=len(buckets.all()),
@@ -115,6 +119,7 @@ class ModelRunner:
         self._load_rows = self._program_cache.compile(("rows",), load, arguments, jax.tree.structure(arguments[0]))
         can_swap = config.preemption_mode != "recompute"
         self._swapper = BlockSwapper(self.step, self.spec, self._program_cache) if can_swap else None
+        self._edit_programs = EditPrograms(self.step, self.spec.max_blocks_per_seq, self._program_cache)
         self._make_state = self._compile_make_state()
         self.state = self._make_state()
         self._check = KernelCheck(self.step, self.spec) if config.check_kernels else None
@@ -126,11 +131,22 @@ class ModelRunner:
         rows = self.state.rows
         for buffer in step.row_loads:
             rows = self._load_rows(rows, buffer)
-        state = DeviceState(self.state.pools, rows)
+        edits = self.state.edits
+        for buffer in step.edit_loads:
+            edits = self._edit_programs.load(edits, buffer)
+        state = DeviceState(self.state.pools, rows, edits)
         self.state, sampled = self.programs[step.bucket](self.leaves, state, step.buffer)
         if self._check is not None:
             self._check(step, self.state)
-        return PendingResult(sampled, step.num_sampled, step.wants_logprobs)
+        kept = [self._edit_programs.kept(self.state.edits, np.array([slot], np.int32)) for slot in step.kept_slots]
+        return PendingResult(sampled, step.num_sampled, step.wants_logprobs, kept)
+
+    def choose_token(self, seq_row: int, position: int, logits: np.ndarray) -> Sampled:
+        """The token that a running sequence has at position, from its processed logits; waits for it."""
+        state = self.state
+        edits, sampled = self._edit_programs.choose_token(state.rows, state.edits, seq_row, position, logits)
+        self.state = replace(state, edits=edits)
+        return jax.tree.map(np.asarray, sampled)
 
     def _swap(self, step: HostStep) -> None:
         pools = self.state.pools
@@ -138,7 +154,7 @@ class ModelRunner:
             swapped.content = self._swapper.swap_out(pools, swapped.block_ids)
         for swapped in step.swapped_in:
             pools = self._swapper.swap_in(pools, swapped.block_ids, swapped.content)
-        self.state = DeviceState(pools, self.state.rows)
+        self.state = replace(self.state, pools=pools)
 
     def preemption(self) -> Preemption:
         """What the two ways back from preemption cost here."""
@@ -180,6 +196,7 @@ class ModelRunner:
         return fingerprint(
             self.model_config, self.layout, self.step.dtype, self.spec, self.mesh.devices.shape,
             config.max_num_seqs, config.max_logprobs, config.attention_backend, config.num_scheduler_steps,
+            config.max_num_edited_seqs,
         )  # fmt: skip
 
     def _compile(self, bucket: tuple[int, int]):

@@ -1,5 +1,7 @@
 """OutputProcessor: sampled tokens -> text, stop strings and log-probs, as deltas."""
 
+from collections.abc import Iterable, Mapping
+
 from jpaged.beam_search import BeamSearch, Hypothesis
 from jpaged.detokenizer import StopStringChecker
 from jpaged.model_runner import StepResult
@@ -12,7 +14,6 @@ from jpaged.outputs import (
     TokenLogprobs,
     merge_deltas,
 )
-from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason, Sequence
 from jpaged.tokenizer import Tokenizer
 
@@ -39,9 +40,14 @@ class RequestState:
         self._held_back[delta.index].append(delta)
         return [] if self.num_open else self._best()
 
-    def give_up(self, reason: str, error: str | None = None) -> list[OutputDelta]:
-        """The last deltas of a request that ends without a token more. The caller ends the sequences."""
-        ended = [sample.give_up(reason, error) for sample in self.samples if sample.is_open]
+    def give_up(
+        self, reason: str, error: str | None = None, token_ids: Mapping[int, list[int]] = {}
+    ) -> list[OutputDelta]:
+        """The last deltas of a request that ends before its time, with the tokens that samples, by their index, had
+        before that. The caller ends the sequences."""
+        ended = [
+            sample.give_up(reason, error, token_ids.get(sample.seq.index, [])) for sample in self.samples if sample.is_open
+        ]
         return [out for delta in ended for out in self.deliver(delta)]
 
     def _best(self) -> list[OutputDelta]:
@@ -53,6 +59,7 @@ class RequestState:
             delta.index = rank
             delta.logprobs = None if params.logprobs is None else delta.logprobs
             delta.cumulative_logprob = ranked[rank].cumulative_logprob
+        best[0].prompt_logprobs = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None)
         best[-1].num_dropped_tokens = sum(len(delta.token_ids) for delta in dropped)
         return best
 
@@ -60,11 +67,13 @@ class RequestState:
 class SampleState:
     """The text of one sample so far."""
 
-    __slots__ = ("seq", "detokenizer", "stop_checker", "last_token_time", "cumulative_logprob", "is_open")
+    __slots__ = ("seq", "detokenizer", "stop_checker", "last_token_time", "cumulative_logprob", "prompt_logprobs", "is_open")
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer):
         params = seq.params
         self.seq = seq
+        is_asked = params.prompt_logprobs is not None and seq.index == 0  # the first sample's are the request's
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if is_asked else None
         self.detokenizer = tokenizer.stream(params.skip_special_tokens, is_continuation=True)
         self.stop_checker = StopStringChecker(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
         self.last_token_time: float | None = None
@@ -86,11 +95,13 @@ class SampleState:
             text=text,
             token_ids=token_ids,
             logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=self.prompt_logprobs,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             num_cached_tokens=seq.num_cached_tokens or 0,
             index=seq.index,
         )
+        self.prompt_logprobs = None
         if checker.stop_string is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, checker.stop_string
         return delta
@@ -104,12 +115,13 @@ class SampleState:
         delta.cumulative_logprob = hypothesis.cumulative_logprob
         return delta
 
-    def give_up(self, reason: str, error: str | None = None) -> OutputDelta:
-        """The last delta of a sample that ends without a token."""
+    def give_up(self, reason: str, error: str | None = None, token_ids: Iterable[int] = ()) -> OutputDelta:
+        """The last delta of a sample that ends before its time, with the tokens that it had before that."""
+        text = "".join(map(self.detokenizer.push, token_ids)) + self.detokenizer.flush()
         return OutputDelta(
             self.seq.request_id,
-            self.stop_checker.push(self.detokenizer.flush(), may_stop=False) + self.stop_checker.flush(),
-            [],
+            self.stop_checker.push(text, may_stop=False) + self.stop_checker.flush(),
+            list(token_ids),
             finish_reason=reason,
             num_cached_tokens=self.seq.num_cached_tokens or 0,
             error=error,
@@ -118,16 +130,16 @@ class SampleState:
 
 
 def token_logprobs(
-    params: SamplingParams, token_id: int, result: StepResult, row: int, tokenizer: Tokenizer
+    num_top: int | None, token_id: int, result: StepResult, row: int, tokenizer: Tokenizer
 ) -> TokenLogprobs | None:
-    """The chosen token's log-prob and the best params.logprobs, from row of a step's result."""
-    if params.logprobs is None:
+    """A token's log-prob and the best num_top, from row of a step's result; None where num_top is."""
+    if num_top is None:
         return None
     sampled = result.logprobs
     entries = {
         token_id: Logprob(float(sampled.logprobs[row]), int(sampled.ranks[row]), tokenizer.decoded_token(token_id))
     }
-    best = zip(sampled.top_ids[row, : params.logprobs].tolist(), sampled.top_logprobs[row].tolist())
+    best = zip(sampled.top_ids[row, :num_top].tolist(), sampled.top_logprobs[row].tolist())
     for rank, (top_id, logprob) in enumerate(best, start=1):
         entries.setdefault(top_id, Logprob(logprob, rank, tokenizer.decoded_token(top_id)))
     return entries
@@ -148,12 +160,7 @@ class RequestOutputBuilder:
         self._num_open = n
 
     def add(self, delta: OutputDelta) -> RequestOutput:
-        """The output so far: always the same object, grown in place.
-
-        Raises RuntimeError where the engine gave the request up.
-        """
-        if delta.error is not None:
-            raise RuntimeError(f"request {delta.request_id}: {delta.error}")
+        """The output so far: always the same object, grown in place."""
         completion = self.output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids += delta.token_ids
@@ -164,6 +171,9 @@ class RequestOutputBuilder:
         if delta.cumulative_logprob is not None:
             completion.cumulative_logprob = delta.cumulative_logprob
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.prompt_logprobs is not None:
+            self.output.prompt_logprobs = delta.prompt_logprobs
+        completion.error = delta.error
         self.output.num_cached_tokens = delta.num_cached_tokens
         self._num_open -= delta.finish_reason is not None
         self.output.finished = self._num_open == 0

@@ -34,6 +34,7 @@ class OutputDelta:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first token, of the whole prompt
     index: int = 0  # of the sample
     cumulative_logprob: float | None = None  # in the last delta of samples that were ranked
     num_dropped_tokens: int = 0  # generated for samples that were not among the best
@@ -47,13 +48,14 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         text="".join(delta.text for delta in deltas),
         token_ids=list(chain.from_iterable(delta.token_ids for delta in deltas)),
         logprobs=list(chain.from_iterable(delta.logprobs or () for delta in deltas)),
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
     )
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated continuation of a request."""
+    """One generated continuation of a request. error says why the engine gave it up (finish_reason "error")."""
 
     index: int
     text: str
@@ -62,6 +64,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token, which nothing precedes
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0

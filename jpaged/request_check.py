@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Self
 
+from jpaged.bad_words import bad_word_tokens
 from jpaged.beam_search import num_candidates
 from jpaged.config import CacheSpec, EngineConfig
 from jpaged.sampling_params import SamplingParams
+from jpaged.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -19,27 +21,36 @@ class RequestCheck:
     max_logprobs: int
     block_size: int
     max_num_seqs: int
-    num_eos_tokens: int
+    max_num_edited_seqs: int
+    max_unchunked: int | None  # tokens of a prompt whose log-probs one step must return; None for no limit
+    tokenizer: Tokenizer
     scheduling_policy: str = "fcfs"
 
     @classmethod
     def of(
-        cls, config: EngineConfig, spec: CacheSpec, *, vocab_size: int, max_position: int, num_eos_tokens: int
+        cls, config: EngineConfig, spec: CacheSpec, tokenizer: Tokenizer, *, vocab_size: int, max_position: int
     ) -> Self:
         return cls(
             vocab_size, spec.max_model_len, max_position, spec.num_usable_tokens, config.max_logprobs, spec.block_size,
-            config.max_num_seqs, num_eos_tokens, config.scheduling_policy,
+            config.max_num_seqs, config.max_num_edited_seqs,
+            None if config.enable_chunked_prefill else config.max_num_seqs, tokenizer, config.scheduling_policy,
         )  # fmt: skip
 
     def __call__(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError."""
         if not prompt_token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
-        for name, ids in (("prompt", prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in (
+            ("prompt", prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
             worst = max(ids, default=0)
             worst = worst if worst >= self.vocab_size else min(ids, default=0)
             if not 0 <= worst < self.vocab_size:
                 raise ValueError(f"{name} holds token id {worst}; the vocabulary ends at {self.vocab_size - 1}")
+        bad_word_tokens(params.bad_words, self.tokenizer)
         num_prompt, limit = len(prompt_token_ids), self.max_model_len
         why = "" if limit == self.max_position else f" (the KV pool holds {self.num_usable_tokens})"
         if num_prompt >= limit:
@@ -53,8 +64,14 @@ class RequestCheck:
             raise ValueError(
                 f"min_tokens is {params.min_tokens}, but only {limit - num_prompt} tokens fit after the prompt"
             )
-        if params.logprobs is not None and params.logprobs > self.max_logprobs:
-            raise ValueError(f"logprobs is {params.logprobs}; the limit is {self.max_logprobs} (max_logprobs)")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.max_logprobs:
+                raise ValueError(f"{name} is {getattr(params, name)}; the limit is {self.max_logprobs} (max_logprobs)")
+        if params.prompt_logprobs is not None and self.max_unchunked is not None and num_prompt > self.max_unchunked:
+            raise ValueError(
+                f"prompt_logprobs of a prompt of {num_prompt} tokens needs chunked prefill; without it the limit is "
+                f"{self.max_unchunked} tokens (max_num_seqs)"
+            )
         if params.priority != 0 and self.scheduling_policy != "priority":
             raise ValueError(
                 f"priority is {params.priority}, but scheduling_policy is {self.scheduling_policy}, which has none: "
@@ -74,7 +91,7 @@ class RequestCheck:
         return min(self.max_model_len - num_prompt, num_each * self.block_size - num_prompt + 1)
 
     def _check_beams(self, params: SamplingParams) -> None:
-        num_stops = len(params.stop_token_ids) + (0 if params.ignore_eos else self.num_eos_tokens)
+        num_stops = len(params.stop_token_ids) + (0 if params.ignore_eos else len(self.tokenizer.eos_token_ids))
         num_needed = num_candidates(params.n, num_stops)
         if num_needed > self.max_logprobs:
             raise ValueError(
@@ -87,6 +104,11 @@ class RequestCheck:
         name = "n" if params.best_of is None else "best_of"
         if params.num_samples > self.max_num_seqs:
             raise ValueError(f"{name} is {params.num_samples}; the limit is {self.max_num_seqs} (max_num_seqs)")
+        if params.edits_logits and params.num_samples > self.max_num_edited_seqs:
+            raise ValueError(
+                f"{name} is {params.num_samples} with penalties, biases or bans; the limit is "
+                f"{self.max_num_edited_seqs} (max_num_edited_seqs)"
+            )
         max_tokens = max(self.max_tokens(num_prompt, params), params.min_tokens, 1)
         num_shared = num_prompt // self.block_size
         num_each = -(-(num_prompt + max_tokens - 1) // self.block_size) - num_shared

@@ -1,15 +1,20 @@
 """ResultProcessor: the results of steps -> the deltas of requests."""
 
+import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from jpaged.metrics import EngineMetrics
 from jpaged.model_runner import StepResult
 from jpaged.output_processor import RequestState, best_tokens, token_logprobs
 from jpaged.outputs import OutputDelta
 from jpaged.scheduler import Scheduler
-from jpaged.sequence import Sequence
+from jpaged.scheduler_output import SchedulerOutput
+from jpaged.sequence import FinishReason, Sequence
 from jpaged.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class ResultProcessor:
@@ -27,7 +32,12 @@ class ResultProcessor:
         deltas, now = [], time.monotonic()
         gaps = Counter()  # most rows of a step waited equally long
         for row, seq, token_ids in appended:
-            state = self.requests[seq.request_id]
+            state = self.requests.get(seq.request_id)
+            if state is None:  # another of its samples has just failed
+                continue
+            if seq.error is not None:
+                deltas += self.fail(state, seq.error, {seq.index: token_ids})
+                continue
             if seq.is_beam:
                 deltas += self._advance_beams(state, seq, result, row, now)
                 continue
@@ -39,7 +49,7 @@ class ResultProcessor:
             sample.last_token_time = now
             if seq.params.is_ranked:
                 sample.cumulative_logprob += float(result.logprobs.logprobs[row])
-            delta = sample.advance(token_ids, token_logprobs(seq.params, token_ids[0], result, row, self.tokenizer))
+            delta = sample.advance(token_ids, token_logprobs(seq.params.logprobs, token_ids[0], result, row, self.tokenizer))
             if delta.finish_reason is not None:
                 self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler has ended it
                 seq.finish_reason, seq.stop_reason = delta.finish_reason, delta.stop_reason
@@ -50,13 +60,34 @@ class ResultProcessor:
             self.metrics.on_inter_token_latency(gap, num_tokens)
         return deltas
 
-    def give_up(self, state: RequestState, reason: str, error: str | None = None) -> list[OutputDelta]:
-        """Ends a request's samples as they are; returns their last deltas."""
+    def take_prompt_logprobs(self, plan: SchedulerOutput, result: StepResult) -> None:
+        """Gives requests the log-probs of their prompts' tokens. Their rows come after those of the sampled tokens."""
+        row = len(plan.sampled)
+        for seq, first, end in plan.prompt_logprobs:
+            state = self.requests.get(seq.request_id)
+            if state is not None and (sample := state.samples[seq.index]).seq is seq:
+                known = sample.prompt_logprobs
+                assert len(known) == first + 1, f"{seq} has {len(known)} of its prompt"
+                known += [
+                    token_logprobs(seq.params.prompt_logprobs, token_id, result, at, self.tokenizer)
+                    for at, token_id in enumerate(seq.token_ids[first + 1 : end + 1], start=row)
+                ]
+            row += end - first
+
+    def give_up(
+        self, state: RequestState, reason: str, error: str | None = None, token_ids: Mapping[int, list[int]] = {}
+    ) -> list[OutputDelta]:
+        """Ends a request's samples as they are, with the tokens that some still had; returns their last deltas."""
         for sample in state.samples:
             self.scheduler.finish(sample.seq, reason)
-        deltas = state.give_up(reason, error)
+        deltas = state.give_up(reason, error, token_ids)
         self._close(state)
         return deltas
+
+    def fail(self, state: RequestState, error: str, token_ids: Mapping[int, list[int]] = {}) -> list[OutputDelta]:
+        """Gives up a request that cannot go on, and says why."""
+        logger.error("request %s failed: %s", state.samples[0].seq.request_id, error)
+        return self.give_up(state, FinishReason.ERROR, error, token_ids)
 
     def _advance_beams(
         self, state: RequestState, seq: Sequence, result: StepResult, row: int, now: float

@@ -4,8 +4,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jpaged.errors import NOT_FINITE, NOTHING_ALLOWED
+from jpaged.logits_edits import LogitsEdits, edit_logits
 from jpaged.sampling_batch import Sampled, SamplingBatch
 
 
@@ -21,46 +23,65 @@ def _run_length(vocab: int) -> int:
 
 @jax.named_scope("sample")
 def sample(
-    logits: Float[Array, "R V"], batch: SamplingBatch, positions: Int[Array, "R"], *, max_logprobs: int
+    logits: Float[Array, "R V"],
+    batch: SamplingBatch,
+    edits: LogitsEdits,
+    positions: Int[Array, "R"],
+    targets: Int[Array, "R"],
+    *,
+    max_logprobs: int,
 ) -> Sampled:
-    """Draws one token a row; positions are those that the tokens will have in their sequences.
+    """Draws one token a row; positions are those that the tokens will have in their sequences. A row with a target,
+    a token that follows in its prompt, returns the log-probs of that.
 
-    A row's draw is a function of its logits, its seed, its sample's index and its position alone. Work that no row of the step needs is
-    skipped by `lax.cond`, so a mix of requests never compiles anew.
+    A row's draw is a function of its logits, its edits, its seed, its sample's index and its position alone. Work that no
+    row of the step needs is skipped by `lax.cond`, so a mix of requests never compiles anew. A row without a token to
+    draw gets a key of `TOKEN_ERRORS`.
     """
+    token_ids = choose_tokens(logits, batch, edits, positions)
+    wants_logprobs = (batch.wants_logprobs > 0) | (targets >= 0)
+    described = jnp.where(targets >= 0, targets, token_ids)
+    return Sampled(token_ids, *logprobs_of(logits, described, wants_logprobs, max_logprobs=max_logprobs))
+
+
+def choose_tokens(
+    logits: Float[Array, "R V"], batch: SamplingBatch, edits: LogitsEdits, positions: Int[Array, "R"]
+) -> Int[Array, "R"]:
+    """The token of each row, or an error."""
     must_go_on = positions < batch.min_length
-    masked = jax.lax.cond(
-        jnp.any(must_go_on), _ban, lambda x, _: x, logits, jnp.where(must_go_on[:, None], batch.stop_ids, -1)
+    is_edited = must_go_on | (batch.edit_slot > 0)
+    # What a cond returns is copied, from the branch that does nothing too: so tokens leave it, and never the logits.
+    return jax.lax.cond(
+        jnp.any(is_edited | (batch.temperature > 0)),
+        _edit_and_draw,
+        lambda x, *_: _best(x)[0],
+        *(logits, edits, batch, positions, is_edited, must_go_on),
     )
-    greedy = _argmax(masked)
-    token_ids = jax.lax.cond(
-        jnp.any(batch.temperature > 0), _draw, lambda x, b, p, g: g, masked, batch, positions, greedy
+
+
+def _edit_and_draw(logits, edits: LogitsEdits, batch: SamplingBatch, positions, is_edited, must_go_on):
+    scaled = logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+    scaled = edit_logits(scaled, edits, batch, is_edited, must_go_on)
+    greedy, top = _best(scaled)
+    return jax.lax.cond(
+        jnp.any(batch.temperature > 0), _draw, lambda x, b, p, g, t: g, scaled, batch, positions, greedy, top
     )
-    logprobs, ranks, top_ids, top_logprobs = jax.lax.cond(
-        jnp.any(batch.wants_logprobs > 0),
-        lambda x, t: _logprobs(x, t, max_logprobs),
-        lambda x, t: _no_logprobs(x, max_logprobs),
-        logits,
-        token_ids,
-    )
-    return Sampled(token_ids, logprobs, ranks, top_ids, top_logprobs)
 
 
-def _ban(logits, banned_ids):
-    rows = jnp.arange(logits.shape[0])[:, None]
-    columns = jnp.where(banned_ids >= 0, banned_ids, logits.shape[1])  # out of range: dropped
-    return logits.at[rows, columns].set(-jnp.inf, mode="drop")
+def _best(x: Float[Array, "R V"]) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
+    """(the best token or an error, the largest logit) of each row."""
+    token_ids, top = _argmax(x)
+    error = jnp.where(top == -jnp.inf, NOTHING_ALLOWED, NOT_FINITE)
+    return jnp.where(jnp.isfinite(top), token_ids, error), top
 
 
-def _draw(logits, batch: SamplingBatch, positions, greedy):
-    """Inverse transform sampling from the filtered distribution; greedy rows keep their token."""
-    is_random = batch.temperature > 0
-    scaled = logits / jnp.where(is_random, batch.temperature, 1.0)[:, None]
-    scaled = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+def _draw(scaled, batch: SamplingBatch, positions, greedy, top):
+    """Inverse transform sampling from the filtered distribution; greedy rows keep their token, and errors stay."""
+    scaled = scaled - top[:, None]
     threshold = _filter_threshold(scaled, batch)
     weights = jnp.where(_order(scaled) >= threshold[:, None], jnp.exp(scaled), 0.0)
     drawn = _inverse_cdf(weights, _uniform(batch.seeds, batch.sample_index, positions))
-    return jnp.where(is_random, drawn, greedy)
+    return jnp.where((batch.temperature > 0) & (greedy >= 0), drawn, greedy)
 
 
 def _uniform(
@@ -128,8 +149,8 @@ def _runs(x: Float[Array, "R V"], padding: float = 0.0) -> Float[Array, "R runs 
     return jnp.pad(x, ((0, 0), (0, -vocab % length)), constant_values=padding).reshape(rows, -1, length)
 
 
-def _argmax(x: Float[Array, "R V"]) -> Int[Array, "R"]:
-    """The first of the largest, as jnp.argmax, by reductions across vectors: a fifth of its time on CPU."""
+def _argmax(x: Float[Array, "R V"]) -> tuple[Int[Array, "R"], Float[Array, "R"]]:
+    """(first of the largest, largest), by reductions across vectors: a fifth of jnp.argmax's time on CPU."""
     rows, vocab = x.shape
     runs = _runs(x, -jnp.inf)
     top = jnp.max(jnp.max(runs, axis=1), axis=1)
@@ -137,7 +158,7 @@ def _argmax(x: Float[Array, "R V"]) -> Int[Array, "R"]:
     first_run = jnp.min(jnp.where(runs == top[:, None, None], run, vocab), axis=1)
     length = runs.shape[2]
     token = jnp.where(first_run < vocab, first_run * length + jnp.arange(length), vocab - 1)
-    return jnp.min(token, axis=1)
+    return jnp.min(token, axis=1), top
 
 
 def _vocab_sum(x: Float[Array, "R V"]) -> Float[Array, "R"]:
@@ -162,6 +183,19 @@ def _inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, "R"]) -> In
     # Rounding can leave the run's own sum a hair under the residual: then its last positive token is meant.
     residual = jnp.clip(residual, 0.0, jnp.nextafter(jnp.max(ends, axis=1), jnp.float32(0)))
     return (run * runs.shape[2] + jnp.argmax(ends > residual[:, None], axis=1)).astype(jnp.int32)
+
+
+def logprobs_of(
+    logits: Float[Array, "R V"], token_ids: Int[Array, "R"], are_wanted: Bool[Array, "R"], *, max_logprobs: int
+):
+    """(log-prob, rank) of each row's token, (ids, log-probs) of the best; zeros where no row wants any."""
+    return jax.lax.cond(
+        jnp.any(are_wanted),
+        lambda x, t: _logprobs(x, t, max_logprobs),
+        lambda x, t: _no_logprobs(x, max_logprobs),
+        logits,
+        token_ids,
+    )
 
 
 def _logprobs(logits, token_ids, max_logprobs: int):

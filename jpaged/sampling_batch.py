@@ -27,6 +27,8 @@ class SamplingBatch:
     seeds: UInt32[AnyArray, "R 2"]
     sample_index: Int[AnyArray, "R"]
     wants_logprobs: Int[AnyArray, "R"]  # 0 or 1
+    edit_slot: Int[AnyArray, "R"]  # of LogitsEdits; 0 for none
+    keeps_logits: Int[AnyArray, "R"]  # 0 or 1: the host chooses from them, and the step's token is dropped
     min_length: Int[AnyArray, "R"]
     stop_ids: Int[AnyArray, "R stops"]
 
@@ -61,7 +63,9 @@ class SamplingBatch:
         seed: int,
         stop_ids: frozenset[int],
         min_length: int,
+        *,
         sample_index: int = 0,
+        edit_slot: int = 0,
     ) -> None:
         """Writes the parameters of one sample of a request into a neutral host row."""
         assert len(stop_ids) <= MAX_STOPS, f"{len(stop_ids)} stop tokens"
@@ -72,6 +76,8 @@ class SamplingBatch:
         self.seeds[row] = seed >> 32, seed & 0xFFFFFFFF
         self.sample_index[row] = sample_index
         self.wants_logprobs[row] = params.needs_logprobs
+        self.edit_slot[row] = edit_slot
+        self.keeps_logits[row] = bool(params.logits_processors)
         self.min_length[row] = min_length
         self.stop_ids[row, : len(stop_ids)] = sorted(stop_ids)
 
@@ -81,7 +87,7 @@ class SamplingBatch:
 class Sampled:
     """What came of a step. The log-probs are of the model's own distribution; zeros where no row asked for them."""
 
-    token_ids: Int[AnyArray, "*steps R"]  # a step of several decodes stacks the tokens of each
+    token_ids: Int[AnyArray, "*steps R"]  # a step of several decodes stacks the tokens of each; or TOKEN_ERRORS
     logprobs: Float[AnyArray, "R"]
     ranks: Int[AnyArray, "R"]
     top_ids: Int[AnyArray, "R top"]

@@ -1,8 +1,8 @@
 """SamplingParams: what one request asks of the sampler, checked once."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 MIN_TEMPERATURE = 1e-5  # under it the division overflows: such a request is greedy
@@ -10,6 +10,17 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_SAMPLES = 128
 MAX_CACHE_SALT = 256  # characters
+MAX_LOGIT_BIASES = 300
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS  # each as tokens with and without a space before it
+MAX_BAD_WORD_TOKENS = 16
+
+REALS = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
+)  # fmt: skip
+INTEGERS = (
+    "n", "best_of", "top_k", "min_tokens", "seed", "max_tokens", "logprobs", "prompt_logprobs", "priority",
+)  # fmt: skip
 
 
 def _require(condition: bool, message: str) -> None:
@@ -24,9 +35,20 @@ class SamplingParams:
     temperature 0 (under 1e-5) is greedy. top_k 0 or -1, top_p 1 and min_p 0 switch those filters off; they apply in the order
     min_p, top_k, top_p, to the probabilities after temperature. A seed makes a request repeatable whatever else runs.
     max_tokens None means as many as the context allows. logprobs k returns the chosen token's log-probability and the k
-    best, of the model's own distribution (before temperature and filters). Requests share cached prefixes only with those
-    of the same cache_salt: a tenant's own, and hard to guess, keeps others from finding out by timing what it has asked. Of two
-    requests that wait, the one of the lower priority number comes first, where the engine's scheduling_policy is priority.
+    best, of the model's own distribution (before all that follows, temperature and filters). prompt_logprobs k returns
+    the same of every token of the prompt but the first.
+
+    Requests share cached prefixes only with those of the same cache_salt: a tenant's own, and hard to guess, keeps others
+    from finding out by timing what it has asked. Of two requests that wait, the one of the lower priority number comes
+    first, where the engine's scheduling_policy is priority.
+
+    Before temperature the logits are edited, in this order. logit_bias (token id -> number) is added; allowed_token_ids
+    leaves no other token. repetition_penalty divides positive logits of tokens in prompt or output and multiplies
+    negative ones; frequency_penalty is taken off once for each time that a token is in the output, presence_penalty
+    once. bad_words are never completed: the last token of one is banned where the output ends in the others.
+
+    logits_processors are functions (output token ids, logits float32[V]) -> logits that come before all of these. They
+    run on the host: their request waits for each of its tokens, while others go on. Not over HTTP.
 
     n samples are drawn from one prompt, each from a stream of its own: sample i of a seed is the same whatever n is. Of
     best_of samples the n with the highest cumulative log-probability are returned, best first.
@@ -47,10 +69,18 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: tuple[Callable, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     use_beam_search: bool = False
@@ -60,7 +90,7 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self):
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors"):
             value = getattr(self, name)
             _require(
                 value is None or (isinstance(value, Iterable) and (name == "stop" or not isinstance(value, str))),
@@ -69,15 +99,22 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for name in ("temperature", "top_p", "min_p", "length_penalty"):
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors or ()))
+        _require(
+            all(map(callable, self.logits_processors)),
+            f"logits_processors must hold functions, got {list(self.logits_processors)!r}",
+        )
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in REALS:
             value = getattr(self, name)
             _require(
                 isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value),
                 f"{name} must be a finite number, got {value!r}",
             )
-        for name in ("n", "best_of", "top_k", "min_tokens", "seed", "max_tokens", "logprobs", "priority"):
+        for name in INTEGERS:
             value = getattr(self, name)
-            optional = name in ("best_of", "seed", "max_tokens", "logprobs")
+            optional = name not in ("n", "top_k", "min_tokens", "priority")
             _require(
                 (value is None and optional) or (isinstance(value, Integral) and not isinstance(value, bool)),
                 f"{name} must be an integer, got {value!r}",
@@ -101,11 +138,32 @@ class SamplingParams:
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens ({self.min_tokens}) must not be over max_tokens ({self.max_tokens})",
         )
-        _require(self.logprobs is None or self.logprobs >= 0, f"logprobs must not be negative, got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"{name} must not be negative, got {value}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2], got {getattr(self, name)}")
+        _require(
+            0.01 <= self.repetition_penalty <= 100,
+            f"repetition_penalty must be in [0.01, 100], got {self.repetition_penalty}",
+        )
+        _require(
+            all(isinstance(word, str) and word.strip() for word in self.bad_words),
+            f"bad_words must hold strings that are not blank, got {list(self.bad_words)!r}",
+        )
+        _require(
+            len(self.bad_words) <= MAX_BAD_WORDS,
+            f"bad_words takes at most {MAX_BAD_WORDS} strings, got {len(self.bad_words)}",
+        )
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty")
+            wrong = next((t for t in self.allowed_token_ids if not _is_token_id(t)), None)
+            _require(wrong is None, f"allowed_token_ids must hold token ids, got {wrong!r}")
         _require(all(isinstance(s, str) and s for s in stop), f"stop must hold non-empty strings, got {list(stop)!r}")
         _require(len(stop) <= MAX_STOP_STRINGS, f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         _require(
-            all(isinstance(t, Integral) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids),
+            all(map(_is_token_id, self.stop_token_ids)),
             f"stop_token_ids must hold token ids, got {list(self.stop_token_ids)!r}",
         )
         _require(
@@ -137,6 +195,7 @@ class SamplingParams:
         for name, neutral in (("best_of", None), ("logprobs", None), ("min_tokens", 0), ("stop", ())):
             value = getattr(self, name)
             _require(value == neutral, f"{name} is not possible with use_beam_search, got {value!r}")
+        _require(not self.edits_logits, "penalties, biases, bans and logits_processors are not possible with use_beam_search")
 
     @property
     def num_samples(self) -> int:
@@ -156,3 +215,31 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether it needs state as wide as the vocabulary (`LogitsEdits`)."""
+        has_penalty = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        has_ban = self.allowed_token_ids is not None or self.bad_words
+        return bool(has_penalty or has_ban or self.logit_bias or self.logits_processors)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+
+
+def _biases(given: object) -> dict[int, float]:
+    """logit_bias with integers as keys: JSON has only strings for them."""
+    _require(given is None or isinstance(given, Mapping), f"logit_bias must map token ids to numbers, got {given!r}")
+    biases = {}
+    for key, value in (given or {}).items():
+        is_id = _is_token_id(key) or (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12)
+        _require(is_id, f"logit_bias must have token ids as keys, got {key!r}")
+        _require(int(key) not in biases, f"logit_bias names token {int(key)} twice")
+        _require(
+            isinstance(value, Real) and not isinstance(value, bool) and -100 <= value <= 100,
+            f"logit_bias must hold numbers in [-100, 100], got {value!r} for token {int(key)}",
+        )
+        biases[int(key)] = float(value)
+    _require(len(biases) <= MAX_LOGIT_BIASES, f"logit_bias takes at most {MAX_LOGIT_BIASES} tokens, got {len(biases)}")
+    return biases

@@ -2,13 +2,16 @@
 
 from collections import deque
 
+from jpaged.admission import Admission
 from jpaged.beam_rows import BeamRows
 from jpaged.beam_search import Move
 from jpaged.config import EngineConfig
+from jpaged.errors import NOT_FINITE, TOKEN_ERRORS
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.preemption import Preemption, warn_of_preemption
+from jpaged.rows import Rows
 from jpaged.scheduler_output import SchedulerOutput
-from jpaged.sequence import Sequence, SequenceStatus
+from jpaged.sequence import FinishReason, Sequence, SequenceStatus
 from jpaged.sequence_queues import SequenceQueues
 
 
@@ -34,9 +37,9 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.num_scheduler_steps = config.num_scheduler_steps
-        self.enable_chunked_prefill = config.enable_chunked_prefill
-        self.queues = SequenceQueues(config.max_num_seqs, kv)
+        self.queues = SequenceQueues(Rows(config.max_num_seqs, config.max_num_edited_seqs), kv)
         self.waiting, self.running, self.forks = self.queues.waiting, self.queues.running, self.queues.forks
+        self.admission = Admission(config, self.queues, kv)
         self.num_preemptions = 0
         self.in_flight: deque[SchedulerOutput] = deque()  # planned, result not yet seen
         self.beam_rows = BeamRows(kv)
@@ -61,30 +64,32 @@ class Scheduler:
         budget, block_size = self.max_num_batched_tokens, self.kv.block_size
         running, chunks = list(self.running), {}
         for i, seq in enumerate(running):  # of the budget there is always a token left for each that comes later
-            if seq.num_pending and (seq.is_beam or seq.num_tokens_left == 0):  # the host must see it, or it is the last
+            if seq.num_pending and (seq.sits_out or seq.num_tokens_left == 0):  # or its last token is on its way
                 continue
             num_missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens
             num_tokens = 1 if num_missing == 1 else min(num_missing, budget - (len(running) - i - 1))
+            if num_missing > 1 and seq.lacks_prompt_logprobs:
+                num_rows = self.max_num_seqs - len(self.forks) - len(chunks) - (len(running) - i - 1)
+                num_tokens = plan.as_many_as_have_rows(seq, seq.num_computed_tokens, num_tokens, num_rows)
             blocks = seq.block_table.blocks
             has_room = (
                 num_missing == 1
                 and seq.num_computed_tokens < len(blocks) * block_size
                 and blocks[-1].ref_count == 1  # where it is not, it may be that which the token is written to
             )
-            if not has_room:
-                has_room = self._make_room(seq, num_tokens, plan)
-                if has_room is None:
-                    return None
+            if not has_room and (has_room := self._make_room(seq, num_tokens, plan)) is None:
+                return None
             if has_room:
                 if num_missing == 1:
                     plan.num_scheduled_tokens[seq] = 1
                     plan.num_decodes += 1
                 else:
                     chunks[seq] = num_tokens
+                    plan.add_prompt_logprobs(seq, num_tokens)
                 budget -= num_tokens
         plan.num_scheduled_tokens.update({seq: n for seq, n in chunks.items() if seq.status is SequenceStatus.RUNNING})
         if not plan.num_preempted:
-            self._admit_waiting(budget, plan)
+            self.admission.admit_waiting(budget, plan)
         if plan.num_scheduled_tokens:
             self._commit(plan)
         return plan
@@ -116,6 +121,8 @@ class Scheduler:
         plan.admitted += self.beam_rows.take_moved(plan.num_scheduled_tokens)
         if self.kv.copies:
             plan.copies = self.kv.take_copies()
+        for seq, _, end in plan.prompt_logprobs:
+            seq.num_prompt_logprobs = end
         self.in_flight.append(plan)
 
     def _num_decodes_in_a_row(self, plan: SchedulerOutput) -> int:
@@ -126,7 +133,7 @@ class Scheduler:
             return 1
         most = min(self.num_scheduler_steps, max(seq.num_tokens_left for seq in plan.num_scheduled_tokens))
         for seq in plan.num_scheduled_tokens:
-            if seq.params.stop or seq.params.needs_logprobs:
+            if seq.params.stop or seq.params.needs_logprobs or seq.sits_out:
                 return 1
             if self.kv.allocate_slots(seq, min(most, seq.num_tokens_left)) is None:
                 return 1
@@ -137,7 +144,8 @@ class Scheduler:
         as many as its limit. Frees what is finished.
 
         Returns (index in plan.sampled, sequence, tokens appended) for each sequence that had not ended before; tokens
-        after an end are dropped. Beams get none: `move_beams` follows.
+        after an end are dropped. One of TOKEN_ERRORS in place of a token ends its sequence, and says so in its error.
+        Beams get no tokens: `move_beams` follows.
         """
         assert self.in_flight and self.in_flight[0] is plan, "results must come in the order of the plans"
         self.in_flight.popleft()
@@ -149,11 +157,14 @@ class Scheduler:
                 continue
             before = len(seq.token_ids)
             seq.num_pending -= limit
-            if seq.is_beam:  # what it goes on with is decided when all beams of its group are known
+            if seq.is_beam and tokens[0] >= 0:  # what it goes on with is decided when all of its group are known
                 appended.append((index, seq, []))
                 continue
             reason = None
             for token_id in tokens[:limit]:
+                if token_id < 0:
+                    seq.error, reason = seq.error or TOKEN_ERRORS[token_id], FinishReason.ERROR
+                    break
                 reason = seq.append(token_id)
                 if reason is not None:
                     break
@@ -161,6 +172,8 @@ class Scheduler:
             if (before - 1) // self.kv.block_size != (len(seq.token_ids) - 1) // self.kv.block_size:
                 self.kv.cache_full_blocks(seq, before - 1, len(seq.token_ids) - 1)
             if reason is not None:
+                if token_id == NOT_FINITE:
+                    self.kv.distrust(seq)
                 self.finish(seq, reason)
         return appended
 
@@ -182,6 +195,8 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Sends all back to be recomputed, in order, and drops the steps in flight: the pool's content is lost, and a copy
         in host memory may have been on its way."""
+        for plan in reversed(self.in_flight):
+            plan.take_back_prompt_logprobs()
         self.in_flight.clear()
         for seq in self.waiting:
             self.kv.discard_swapped(seq)
@@ -218,32 +233,3 @@ class Scheduler:
         way = self.preemption.explain(is_swapped, *size) if victim.group is None else "will be recomputed"
         warn_of_preemption(victim, way, self.kv.spec, self.num_preemptions)
         return gone
-
-    def _admit_waiting(self, budget: int, plan: SchedulerOutput) -> None:
-        while self.waiting and budget and not self.forks.keep_busy_after(plan.num_scheduled_tokens):
-            seq = self.waiting[0]
-            forks = [] if seq.group is None else seq.group.plan_forks(self.kv.block_size)
-            if len(self.running) + len(self.forks) + 1 + len(forks) > self.max_num_seqs:
-                return
-            matched = self.kv.match_prefix(seq)
-            num_found = self.kv.num_tokens_found(seq, matched)
-            num_tokens = min(seq.num_tokens - num_found, budget)
-            if num_found + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
-                return
-            reserve = len(self.running) + sum(self.kv.num_blocks_for_fork(fork) for fork in forks)
-            if self.kv.admit(seq, matched, num_tokens, reserve=reserve) is None:
-                return
-            for _ in range(1 + len(forks)):
-                self.waiting.popleft()
-            self.forks.add(forks)
-            if (swapped := self.kv.swap_in(seq, len(matched))) is not None:
-                plan.swapped_in.append(swapped)
-            self.queues.start(seq)
-            plan.admitted.append(seq)
-            if seq.num_cached_tokens is None:
-                seq.num_cached_tokens = num_found
-                plan.num_new_prompt_tokens += seq.num_prompt_tokens
-            plan.num_scheduled_tokens[seq] = num_tokens
-            plan.num_prefix_queries += seq.num_tokens
-            plan.num_prefix_hits += len(matched) * self.kv.block_size
-            budget -= num_tokens

@@ -15,11 +15,12 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # the first position computed of each, in the same order
     sampled: list[Sequence] = field(default_factory=list)  # those whose next token this step yields, in batch order
-    forks: list[Fork] = field(
-        default_factory=list
-    )  # whose children, the last of sampled, sample from their parents' rows
+    forks: list[Fork] = field(default_factory=list)  # their children, the last of sampled, sample from parents' rows
     copies: list[BlockCopy] = field(default_factory=list)  # to be made before the step writes
     limits: list[int] = field(default_factory=list)  # how many tokens it yields of each: several where it decodes on
+    prompt_logprobs: list[tuple[Sequence, int, int]] = field(default_factory=list)  # [first, end) of computed positions
+    num_extra_rows: int = 0  # of logits, for them, beyond one a sequence
+    is_cut: bool = False  # a prompt goes on in the next step for want of such rows: nobody new comes in before it ends
     num_decodes: int = 0
     admitted: list[Sequence] = field(default_factory=list)  # have a new row and a new block table
     num_preempted: int = 0
@@ -44,3 +45,38 @@ class SchedulerOutput:
         if seq in self.num_scheduled_tokens:
             self.num_decodes -= list(self.num_scheduled_tokens).index(seq) < self.num_decodes
             del self.num_scheduled_tokens[seq]
+        self.prompt_logprobs = [rows for rows in self.prompt_logprobs if rows[0] is not seq]
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return sum(end - first for _, first, end in self.prompt_logprobs)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of logits that the step needs where every sequence in it samples, as far as it is planned."""
+        return len(self.num_scheduled_tokens) + self.num_extra_rows
+
+    def as_many_as_have_rows(self, seq: Sequence, start: int, num_tokens: int, num_rows: int) -> int:
+        """How many of seq's num_tokens tokens from start on can be computed in a step of num_rows rows of logits, where
+        each that lacks its log-probs needs one."""
+        if not seq.lacks_prompt_logprobs:
+            return num_tokens
+        num_without = max(seq.num_prompt_logprobs - start, 0)  # had before it was preempted
+        num_fitting = min(num_tokens, num_without + num_rows - self.num_rows)
+        self.is_cut |= num_fitting < num_tokens
+        return num_fitting
+
+    def add_prompt_logprobs(self, seq: Sequence, num_tokens: int) -> None:
+        """Plans those of seq's next num_tokens tokens that it lacks."""
+        if not seq.lacks_prompt_logprobs:
+            return
+        start = seq.num_computed_tokens
+        first, end = max(start, seq.num_prompt_logprobs), min(start + num_tokens, seq.num_prompt_tokens - 1)
+        if end > first:
+            self.prompt_logprobs.append((seq, first, end))
+            self.num_extra_rows += end - first - (start + num_tokens < seq.num_tokens)  # the last token's row samples
+
+    def take_back_prompt_logprobs(self) -> None:
+        """Of a step whose result is lost; the latest first."""
+        for seq, first, _ in self.prompt_logprobs:
+            seq.num_prompt_logprobs = first

@@ -31,16 +31,19 @@ class Sequence:
 
     num_computed_tokens: tokens whose KV is in the pool, or will be when the steps in flight have run. num_pending:
     tokens after token_ids that a step in flight samples; only the device knows them yet. row: the sequence's place in
-    the batch builder's arrays while it runs. index: which of its request's samples it is. group: the `SequenceGroup` of
-    a request that has several. is_beam: the host must see each token before the next is computed. seed: 64 bits that,
-    with index and position, decide every draw. max_tokens: output tokens allowed, already cut to the context. order:
-    its place among all others, by priority and then arrival.
+    the batch builder's arrays while it runs. edit_slot: its place in the device's `LogitsEdits` while it runs, 0 for
+    none. index: which of its request's samples it is. group: the `SequenceGroup` of a request that has several. sits_out:
+    no step is planned with it before the host has seen its last token, as of every beam. seed: 64 bits that, with index
+    and position, decide every draw. max_tokens: output tokens allowed, already cut to the context. bad_words: as token
+    ids. num_prompt_logprobs: how many tokens of the prompt have their log-probs, the steps in flight included. error: why
+    the engine gave it up. order: its place among all others, by priority and then arrival.
     """
 
     __slots__ = (
         "request_id", "index", "group", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens",
-        "num_cached_tokens", "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens",
-        "stop_token_ids", "finish_reason", "stop_reason", "is_beam", "order", "swapped",
+        "num_cached_tokens", "num_pending", "num_prompt_logprobs", "block_table", "block_hashes", "status", "row",
+        "edit_slot", "is_beam", "sits_out", "seed", "max_tokens", "stop_token_ids", "bad_words", "finish_reason",
+        "stop_reason", "error", "order", "swapped",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +55,7 @@ class Sequence:
         seed: int,
         max_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        bad_words: list[list[int]] | None = None,
     ):
         self.request_id = request_id
         self.index = 0
@@ -62,6 +66,7 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_pending = 0
+        self.num_prompt_logprobs = 0
         self.num_cached_tokens: int | None = None  # prefix-cache hit at first admission
         self.block_table = BlockTable()
         self.block_hashes: list[BlockHash] = []  # of the full blocks of token_ids, as far as anyone asked
@@ -69,12 +74,16 @@ class Sequence:
         self.row: int | None = None
         self.order = (0, 0)
         self.swapped: SwappedOut | None = None  # while it waits to be swapped in
+        self.edit_slot = 0
+        self.sits_out = self.is_beam or bool(params.logits_processors)
         self.seed = int(seed) % 2**64  # int: of numpy integers no 64 bits are left over for the modulus
         self.max_tokens = max_tokens
         eos = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = eos | frozenset(params.stop_token_ids)
+        self.bad_words = bad_words or []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.error: str | None = None
 
     @property
     def cache_keys(self) -> tuple[str, ...]:
@@ -100,6 +109,11 @@ class Sequence:
         return self.num_prompt_tokens + self.max_tokens - self.length
 
     @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether some positions of the prompt must still be computed for their log-probs."""
+        return self.params.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
@@ -114,6 +128,7 @@ class Sequence:
         child.token_ids = list(self.token_ids)
         child.block_hashes = list(self.block_hashes)
         child.num_computed_tokens = child.num_pending = 0
+        child.num_prompt_logprobs = child.num_prompt_tokens  # the first sample's are the request's
         child.block_table, child.row, child.status = BlockTable(), None, SequenceStatus.WAITING
         return child
 

@@ -3,8 +3,9 @@
 from collections import deque
 
 from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.rows import Rows
 from jpaged.sequence import Sequence, SequenceStatus, insert_in_order
-from jpaged.sequence_group import ForksToCome
+from jpaged.sequence_group import Fork, ForksToCome
 
 
 class SequenceQueues:
@@ -12,12 +13,11 @@ class SequenceQueues:
     runs. One that runs has a row and holds blocks; the others have neither.
     """
 
-    def __init__(self, max_num_seqs: int, kv: KVCacheManager):
-        self.kv = kv
+    def __init__(self, rows: Rows, kv: KVCacheManager):
+        self.rows, self.kv = rows, kv
         self.waiting: deque[Sequence] = deque()  # by their order, in which a group's follow one another
         self.running: list[Sequence] = []  # likewise
         self.forks = ForksToCome()
-        self._free_rows = list(range(max_num_seqs))[::-1]
         self._num_arrived = 0
 
     @property
@@ -29,11 +29,15 @@ class SequenceQueues:
         self._num_arrived += 1
         insert_in_order(self.waiting, seq)
 
+    def have_places_for(self, seq: Sequence, forks: list[Fork]) -> bool:
+        """Whether a sequence and its forks could all run, beside those that run and their forks to come."""
+        return self.rows.have_places_for([seq, *(fork.child for fork in forks), *self.forks.children])
+
     def start(self, seq: Sequence) -> None:
         """Gives a row to a sequence that holds its first blocks."""
         insert_in_order(self.running, seq)
         seq.status = SequenceStatus.RUNNING
-        seq.row = self._free_rows.pop()
+        self.rows.take(seq)
 
     def preempt(self, seq: Sequence) -> list[Sequence]:
         """Sends a sequence, and with it all of its group, back to its place in the queue; returns all that went."""
@@ -63,6 +67,5 @@ class SequenceQueues:
     def _release(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.kv.free(seq)
-        self._free_rows.append(seq.row)
-        seq.row = None
+        self.rows.give_back(seq)
         seq.num_pending = 0

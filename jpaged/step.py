@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jpaged.config import EngineConfig
 from jpaged.device_state import DeviceState, RowLoad, RowState, extend_tables, load_rows
+from jpaged.logits_edits import LogitsEdits, count_tokens, keep_logits
 from jpaged.memory_plan import StepMemory
 from jpaged.packing import Packing
 from jpaged.sampler import sample
@@ -47,9 +48,11 @@ def step(
         logits, pools = model(forward_batch(host, state.rows, block_size), state.pools)
         sampling = jax.tree.map(lambda table: table[host.sampled_rows], state.rows.sampling)
         positions = sampled_positions(host)
-        sampled = sample(logits, sampling, positions, max_logprobs=max_logprobs)
+        sampled = sample(logits, sampling, state.edits, positions, host.targets, max_logprobs=max_logprobs)
         newest = state.rows.newest_tokens.at[host.sampled_rows].set(sampled.token_ids)
-        return DeviceState(pools, replace(state.rows, newest_tokens=newest)), sampled
+        edits = keep_logits(state.edits, logits, sampling)
+        edits = count_tokens(edits, jnp.where(sampling.keeps_logits > 0, 0, sampling.edit_slot), sampled.token_ids)
+        return DeviceState(pools, replace(state.rows, newest_tokens=newest), edits), sampled
 
     pools = copy(state.pools, host.block_copies)
     state, first = compute(host, DeviceState(pools, rows))
@@ -69,7 +72,8 @@ def step(
         return num_done + 1, is_alive, host, state, tokens.at[num_done].set(sampled.token_ids)
 
     def survives(token_ids, num_done):
-        return (num_done < host.limits) & ~jnp.any(token_ids[:, None] == stop_ids, axis=1)
+        has_stopped = jnp.any(token_ids[:, None] == stop_ids, axis=1) | (token_ids < 0)
+        return (num_done < host.limits) & ~has_stopped
 
     tokens = jnp.zeros((max_decodes, len(first.token_ids)), jnp.int32).at[0].set(first.token_ids)
     carry = jnp.int32(1), survives(first.token_ids, 1), host, state, tokens
@@ -120,8 +124,11 @@ class StepFunction:
         self.abstract_leaves, self.treedef = jax.tree.flatten(self.abstract_state)
         self.pool_sharding = NamedSharding(mesh, self.layout.partition_spec(MODEL_AXIS))
         self.replicated = NamedSharding(mesh, P())
-        rows = jax.tree.map(lambda _: self.replicated, RowState.initial(1, 1))
-        self.state_shardings = DeviceState(self.pool_sharding, rows)
+        rows, edits = jax.tree.map(lambda _: self.replicated, (RowState.initial(1, 1), LogitsEdits.shapes(1, 1)))
+        # as the logits are: else a mesh would gather all of it in every step
+        by_vocab = NamedSharding(mesh, P(None, MODEL_AXIS)) if model.vocab_size % mesh.size == 0 else self.replicated
+        edits = replace(edits, seen=by_vocab, bias=by_vocab, kept=by_vocab)
+        self.state_shardings = DeviceState(self.pool_sharding, rows, edits)
 
     def packing(self, bucket: tuple[int, int]) -> Packing:
         """How the host's input to a bucket's step, a `StepInput`, is packed."""
@@ -144,13 +151,22 @@ class StepFunction:
     def state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
         """The shapes of the state with num_blocks blocks for each layer."""
         pools = self._pools(num_blocks, partial(pool_struct, sharding=self.pool_sharding))
-        rows = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq)
-        return DeviceState(pools, jax.tree.map(lambda leaf: self._struct(leaf.shape, leaf.dtype), rows))
+        kept = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq), LogitsEdits.shapes(*self._edits_size)
+        shardings = self.state_shardings.rows, self.state_shardings.edits
+        return DeviceState(pools, *jax.tree.map(lambda x, on: self._struct(x.shape, x.dtype, on), kept, shardings))
 
     def make_state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
         """The state before the first step. To be jitted, with `state_shardings`."""
         rows = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq)
-        return DeviceState(self._pools(num_blocks, make_pool), jax.tree.map(jnp.asarray, rows))
+        one = LogitsEdits.neutral(
+            1, 1
+        )  # to be repeated on the device: as a constant, all of it would be in the program
+        edits = jax.tree.map(
+            lambda leaf, value: jnp.full(leaf.shape, value.flat[0], leaf.dtype),
+            LogitsEdits.shapes(*self._edits_size),
+            one,
+        )
+        return DeviceState(self._pools(num_blocks, make_pool), jax.tree.map(jnp.asarray, rows), edits)
 
     def _pools(self, num_blocks: int, make) -> Pools:
         """One pool for each layer, or one of all layers where they are a loop on the device.
@@ -186,13 +202,23 @@ class StepFunction:
         """The tree of what a step returns."""
         return jax.tree.structure((self.state(2, 1), Sampled.empty()))
 
-    def _struct(self, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+    def _struct(self, shape: tuple[int, ...], dtype, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self.replicated)
+
+    @property
+    def _edits_size(self) -> tuple[int, int]:
+        return min(self.config.max_num_edited_seqs, self.config.max_num_seqs) + 1, self.model.vocab_size
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes on one device of the state that is kept of running sequences beside the pool."""
+        state = self.state(2, -(-self.model.max_position // self.layout.block_size))
+        return _bytes_on_one_device((state.rows, state.edits))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights on one device."""
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in self.abstract_leaves)
+        return _bytes_on_one_device(self.abstract_leaves)
 
     @property
     def bytes_per_block(self) -> int:
@@ -208,3 +234,7 @@ class StepFunction:
             output=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
             code=analysis.generated_code_size_in_bytes,
         )
+
+
+def _bytes_on_one_device(structs) -> int:
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(structs))

@@ -37,6 +37,7 @@ class StepInput:
     logits_indices: Int[AnyArray, "R"]  # the tokens whose successors are sampled
     sampled_rows: Int[AnyArray, "R"]
     limits: Int[AnyArray, "R"]  # how many tokens each may yield, where a step is several decodes
+    targets: Int[AnyArray, "R"]  # the token whose log-prob a row is for, where it is not to sample one: else -1
     table_updates: Int[AnyArray, "T 3"]  # (row, column, block id)
     block_copies: Int[AnyArray, "S 2"]  # (source, destination), to be made before anything is written; 0, 0 for none
 
@@ -47,7 +48,8 @@ class StepInput:
         num_seqs = max_sequences(num_tokens, max_num_seqs)
         sizes = {
             "row_ids": num_seqs, "starts": num_seqs, "query_start_loc": num_seqs + 1, "distribution": 3,
-            "logits_indices": num_sampled, "sampled_rows": num_sampled, "limits": num_sampled, "token_ids": num_tokens,
+            "logits_indices": num_sampled, "sampled_rows": num_sampled, "limits": num_sampled, "targets": num_sampled,
+            "token_ids": num_tokens,
         }  # fmt: skip
         flat = {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in sizes.items()}
         pairs = {"table_updates": (num_tokens, 3), "block_copies": (num_seqs, 2)}
@@ -57,6 +59,7 @@ class StepInput:
         """Makes host arrays of zeros a step of padding alone."""
         self.row_ids.fill(max_num_seqs)
         self.sampled_rows.fill(max_num_seqs)
+        self.targets.fill(-1)
         self.table_updates[:, 1] = max_blocks
 
 

@@ -93,9 +93,6 @@ class StepsInFlight:
         self._drained_at = time.monotonic()
         return step, result
 
-    def is_oldest(self, plan: SchedulerOutput) -> bool:
-        return bool(self._steps) and self._steps[0].plan is plan
-
     def rest(self) -> None:
         """Says that the devices now wait for requests and not for the host."""
         self._drained_at = None

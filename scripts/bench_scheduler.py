@@ -40,7 +40,7 @@ def run_decodes(num_seqs: int, prompt_len: int, num_steps: int, block_size: int)
         max_model_len=max(MAX_MODEL_LEN, longest),
     )
     scheduler = Scheduler(config, KVCacheManager(spec))
-    builder = BatchBuilder(config, spec)
+    builder = BatchBuilder(config, spec, VOCAB_SIZE)
     rng = random.Random(0)
     params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
     for i in range(num_seqs):

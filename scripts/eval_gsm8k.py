@@ -50,6 +50,8 @@ def score(results: list[dict]) -> str:
 
 def make_result(problem: Problem, output: RequestOutput) -> dict:
     completion = output.outputs[0]
+    if completion.error is not None:
+        raise RuntimeError(f"request {output.request_id}: {completion.error}")
     target, answer = extract_answer(problem.solution), extract_answer(completion.text)
     return {
         "correct": answer == target,

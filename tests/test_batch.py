@@ -35,7 +35,7 @@ class Device:
     """The device's side of a BatchBuilder, without a model."""
 
     def __init__(self, config, spec):
-        self.builder = BatchBuilder(config, spec)
+        self.builder = BatchBuilder(config, spec, VOCAB_SIZE)
         self.config, self.spec = config, spec
         rows = RowState.initial(config.max_num_seqs, spec.max_blocks_per_seq)
         newest = NEWEST + np.arange(config.max_num_seqs + 1, dtype=np.int32)
@@ -49,7 +49,8 @@ class Device:
         static = host_step.bucket, self.config.max_num_seqs, self.spec.block_size
         self.rows, *step = read_step(*static, self.rows, host_step.buffer)
         assert host_step.num_sampled == len(plan.sampled)
-        assert host_step.wants_logprobs == any(seq.params.logprobs is not None for seq in plan.sampled)
+        wants_logprobs = any(seq.params.logprobs is not None for seq in plan.sampled)
+        assert host_step.wants_logprobs == (wants_logprobs or bool(plan.prompt_logprobs))
         return jax.tree.map(np.asarray, step)
 
 
@@ -76,15 +77,21 @@ def plainly(plan, block_size):
                     "top_k": max(params.top_k, 0),
                     "seeds": [seq.seed // 2**32, seq.seed % 2**32],
                     "wants_logprobs": params.logprobs is not None,
+                    "edit_slot": seq.edit_slot,
                     "stop_ids": sorted(seq.stop_token_ids) + [-1] * (MAX_STOPS - len(seq.stop_token_ids)),
                     "min_length": seq.num_prompt_tokens + params.min_tokens,
                 }
             )
-    return token_ids, positions, slots, starts, seq_lens, tables, indices, sampling
+    targets = [-1] * len(indices)
+    for seq, first, end in plan.prompt_logprobs:
+        begin = list(plan.num_scheduled_tokens).index(seq)
+        indices += [starts[begin] + position - plan.starts[begin] for position in range(first, end)]
+        targets += seq.token_ids[first + 1 : end + 1]
+    return token_ids, positions, slots, starts, seq_lens, tables, indices, targets, sampling
 
 
 def check_step(plan, walk, batch, sampling, sampled_at, step):
-    token_ids, positions, slots, starts, seq_lens, tables, indices, rows = plainly(plan, walk.spec.block_size)
+    token_ids, positions, slots, starts, seq_lens, tables, indices, targets, rows = plainly(plan, walk.spec.block_size)
     meta, num_tokens, num_seqs = batch.attention, len(token_ids), len(seq_lens)
     assert batch.token_ids[:num_tokens].tolist() == token_ids
     assert batch.positions[:num_tokens].tolist() == positions and not batch.positions[num_tokens:].any()
@@ -98,7 +105,8 @@ def check_step(plan, walk, batch, sampling, sampled_at, step):
     assert not meta.block_tables[num_seqs:].any()
     assert batch.logits_indices[: len(indices)].tolist() == indices and not batch.logits_indices[len(indices) :].any()
     assert sampled_at[: len(indices)].tolist() == [positions[i] + 1 for i in indices]
-    assert step.limits[: len(indices)].tolist() == plan.limits and not step.limits[len(indices) :].any()
+    assert step.limits[: len(rows)].tolist() == plan.limits and not step.limits[len(rows) :].any()
+    assert step.targets[: len(targets)].tolist() == targets and (step.targets[len(targets) :] == -1).all()
     for i, expected in enumerate(rows):
         for name, value in expected.items():
             assert getattr(sampling, name)[i].tolist() == value, name

@@ -18,7 +18,7 @@ HOST_HALF = [
     "jpaged.prefix_cache", "jpaged.kv_cache_manager", "jpaged.scheduler", "jpaged.scheduler_output",
     "jpaged.sequence_group", "jpaged.sequence_queues", "jpaged.beam_search", "jpaged.serve.protocol", "jpaged.metrics",
     "jpaged.histogram",
-    "jpaged.buckets", "jpaged.outputs", "jpaged.errors", "jpaged.detokenizer",
+    "jpaged.buckets", "jpaged.outputs", "jpaged.errors", "jpaged.detokenizer", "jpaged.rows", "jpaged.admission",
     "jpaged.pinned_prefixes", "jpaged.debug", "jpaged.swap_space", "jpaged.preemption",
 ]  # fmt: skip
 
@@ -32,6 +32,7 @@ MAY_IMPORT_BY_NAME = {
     "pallas_kernels/dispatch.py": "a start on CPU need not import the front ends of other chips' compilers",
 }
 MAY_JIT = {
+    "jpaged/edit_programs.py": "what happens to the sampler's state beside the steps",
     "jpaged/step.py": "the step",
     "jpaged/kernel_check.py": "attention a second time, in a debug mode",
     "jpaged/model_runner.py": "the pool's zeros, made in their sharding",

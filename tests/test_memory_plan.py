@@ -17,13 +17,14 @@ def accelerator(limit=16 * GIB, stats="given"):
     return SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": limit} if stats == "given" else stats)
 
 
-def plan(*, device=None, step=None, weights=8 * GIB, max_position=2048, **options):
+def plan(*, device=None, step=None, weights=8 * GIB, rows=0, max_position=2048, **options):
     return plan_memory(
         EngineConfig(**options),
         max_position=max_position,
         block_size=16,
         bytes_per_block=1 << 20,
         weights=weights,
+        rows=rows,
         device=device or jax.devices("cpu")[0],
         step=step,
         num_programs=16,
@@ -36,10 +37,10 @@ def test_pool_on_cpu_is_the_stated_default_whatever_the_weights():
         assert (got.pool, got.spec.num_blocks, got.limit) == (CPU_POOL_BYTES, 1024, None)
 
 
-def test_pool_on_an_accelerator_is_what_weights_and_the_largest_step_leave():
-    got = plan(device=accelerator(), step=STEP, device_memory_utilization=0.75)
-    left = 12 * GIB - 8 * GIB - GIB // 2 - GIB // 4 - 16 * (GIB // 64)
-    assert got.spec.num_blocks == left // (1 << 20) == 3072
+def test_pool_on_an_accelerator_is_what_weights_running_sequences_and_the_largest_step_leave():
+    got = plan(device=accelerator(), step=STEP, rows=GIB // 8, device_memory_utilization=0.75)
+    left = 12 * GIB - 8 * GIB - GIB // 8 - GIB // 2 - GIB // 4 - 16 * (GIB // 64)
+    assert got.spec.num_blocks == left // (1 << 20) == 2944
     assert got.pool + got.weights + STEP.temp + STEP.output + 16 * STEP.code <= 0.75 * got.limit
 
 

@@ -117,11 +117,9 @@ def test_nobody_starves_within_a_priority_while_others_of_it_keep_coming(seed):
 
 def test_a_priority_is_refused_where_nobody_looks_at_it():
     spec = CacheSpec(num_blocks=10, block_size=16, max_model_len=64)
-    check = RequestCheck.of(EngineConfig(), spec, vocab_size=50, max_position=64, num_eos_tokens=1)
+    check = RequestCheck.of(EngineConfig(), spec, None, vocab_size=50, max_position=64)
     check([1], SamplingParams(priority=0))
     with pytest.raises(ValueError, match=r"^priority is 3, but scheduling_policy is fcfs.*must be 0"):
         check([1], SamplingParams(priority=3))
-    check = RequestCheck.of(
-        EngineConfig(scheduling_policy="priority"), spec, vocab_size=50, max_position=64, num_eos_tokens=1
-    )
+    check = RequestCheck.of(EngineConfig(scheduling_policy="priority"), spec, None, vocab_size=50, max_position=64)
     check([1], SamplingParams(priority=3))

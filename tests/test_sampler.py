@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jpaged.logits_edits import LogitsEdits
 from jpaged.sampler import _inverse_cdf, sample
 from jpaged.sampling_batch import MAX_STOPS, Sampled, SamplingBatch
 from jpaged.sampling_params import SamplingParams
@@ -30,8 +31,9 @@ def make_batch(
         seed = int(seeds[row]) if seeds is not None else row
         min_length = int(positions[row]) + 1 if bans else int(positions[row])
         batch.set_row(
-            row, SamplingParams(**one), seed, bans or frozenset({0}), min_length, 0 if indices is None else indices[row]
-        )
+            row, SamplingParams(**one), seed, bans or frozenset({0}), min_length,
+            sample_index=0 if indices is None else indices[row],
+        )  # fmt: skip
     return batch, positions
 
 
@@ -46,7 +48,9 @@ def padded_rows(batch: SamplingBatch, positions, rows, num_rows: int):
 def run_exactly(logits, batch: SamplingBatch, positions) -> Sampled:
     """One call in the shape of its arguments."""
     logits = np.asarray(logits, np.float32)
-    return jax.tree.map(np.asarray, run(logits, batch, positions, max_logprobs=min(MAX_LOGPROBS, logits.shape[1])))
+    targets = np.full(len(logits), -1, np.int32)
+    edits, max_logprobs = LogitsEdits.neutral(1, logits.shape[1]), min(MAX_LOGPROBS, logits.shape[1])
+    return jax.tree.map(np.asarray, run(logits, batch, edits, positions, targets, max_logprobs=max_logprobs))
 
 
 def draw(logits, params: list[dict], *, pad_vocab=True, **options) -> Sampled:
@@ -229,7 +233,7 @@ def test_one_program_serves_every_mix():
 def test_greedy_is_the_first_of_the_best(vocab):
     rng = np.random.default_rng(vocab)
     logits = rng.integers(0, 6, (64, vocab)).astype(np.float32)  # full of ties
-    logits[0], logits[1] = -np.inf, 3.0
+    logits[1] = 3.0
     logits[1, -1] = 4.0
     logits[2] = -np.inf
     logits[2, vocab // 2] = -1e30

@@ -54,6 +54,31 @@ REFUSED = [
     ("stop_token_ids", ["a"], "token ids, got ['a']"),
     ("stop_token_ids", [True], "token ids, got [True]"),
     ("stop_token_ids", 7, "got 7"),
+    ("presence_penalty", -2.01, "in [-2, 2], got -2.01"),
+    ("presence_penalty", None, "a finite number, got None"),
+    ("frequency_penalty", math.inf, "a finite number, got inf"),
+    ("repetition_penalty", 0.0, "in [0.01, 100], got 0.0"),
+    ("repetition_penalty", 101, "in [0.01, 100], got 101"),
+    ("repetition_penalty", -1.0, "in [0.01, 100], got -1.0"),
+    ("logit_bias", [1], "map token ids to numbers, got [1]"),
+    ("logit_bias", {-1: 1}, "token ids as keys, got -1"),
+    ("logit_bias", {True: 1}, "token ids as keys, got True"),
+    ("logit_bias", {1.0: 1}, "token ids as keys, got 1.0"),
+    ("logit_bias", {"1e3": 1}, "token ids as keys, got '1e3'"),
+    ("logit_bias", {1: "2"}, "numbers in [-100, 100], got '2' for token 1"),
+    ("logit_bias", {1: -100.5}, "numbers in [-100, 100], got -100.5 for token 1"),
+    ("logit_bias", {1: 2, "1": 2}, "names token 1 twice"),
+    ("logit_bias", dict.fromkeys(range(301), 1), "at most 300 tokens, got 301"),
+    ("allowed_token_ids", [], "not be empty"),
+    ("allowed_token_ids", "12", "a list, got '12'"),
+    ("allowed_token_ids", [3, 1.5], "token ids, got 1.5"),
+    ("bad_words", [""], "not blank, got ['']"),
+    ("bad_words", [5], "not blank, got [5]"),
+    ("bad_words", ["x"] * 129, "at most 128 strings, got 129"),
+    ("logits_processors", [5], "functions, got [5]"),
+    ("logits_processors", max, "a list, got <built-in function max>"),
+    ("prompt_logprobs", -1, "not be negative, got -1"),
+    ("prompt_logprobs", 1.5, "an integer, got 1.5"),
     ("cache_salt", 7, "a string, got 7"),
     ("priority", 1.0, "an integer, got 1.0"),
     ("priority", None, "an integer, got None"),
@@ -81,7 +106,11 @@ ACCEPTED = [
     {"temperature": 0}, {"temperature": 100}, {"temperature": np.float32(0.5)}, {"top_p": 1}, {"top_p": 5e-324},
     {"min_p": 0}, {"min_p": 1}, {"top_k": -1}, {"top_k": 0}, {"top_k": 2**31 - 1}, {"top_k": np.int32(4)},
     {"seed": -(2**63)}, {"seed": 2**64 - 1}, {"seed": np.int64(4)}, {"max_tokens": None, "min_tokens": 10**6}, {"max_tokens": 1},
-    {"min_tokens": 16}, {"n": MAX_SAMPLES}, {"n": 3, "best_of": 3}, {"n": 3, "best_of": None}, {"logprobs": 0}, {"stop": ["x"] * MAX_STOP_STRINGS}, {"stop_token_ids": range(MAX_STOP_TOKEN_IDS)},
+    {"presence_penalty": -2}, {"frequency_penalty": 2}, {"repetition_penalty": 0.01}, {"repetition_penalty": 100},
+    {"logit_bias": {1: -100, "2": 100, np.int32(3): np.float32(0.5)}}, {"logit_bias": dict.fromkeys(range(300), 1)},
+    {"allowed_token_ids": np.arange(5)}, {"bad_words": ["x"] * 128},
+    {"logits_processors": [max]}, {"prompt_logprobs": 0}, {"n": MAX_SAMPLES}, {"n": 3, "best_of": 3}, {"n": 3, "best_of": None},
+    {"min_tokens": 16}, {"logprobs": 0}, {"stop": ["x"] * MAX_STOP_STRINGS}, {"stop_token_ids": range(MAX_STOP_TOKEN_IDS)},
 ]  # fmt: skip
 
 
@@ -90,7 +119,20 @@ def test_values_at_the_limits_are_accepted(values):
     params = SamplingParams(**values)
     for name, value in values.items():
         got = getattr(params, name)
-        assert got == (tuple(value) if name in ("stop", "stop_token_ids") else value)
+        if name == "logit_bias":
+            assert got == {int(token): bias for token, bias in value.items()}
+        else:
+            assert got == (value if np.isscalar(value) or value is None else tuple(value))
+
+
+def test_what_edits_logits_is_known_by_its_values():
+    for neutral in ({}, {"presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "bad_words": ()}):
+        assert not SamplingParams(**neutral).edits_logits
+    for fields in (
+        {"presence_penalty": -1}, {"frequency_penalty": 0.1}, {"repetition_penalty": 0.9}, {"logit_bias": {0: 0}},
+        {"allowed_token_ids": [0]}, {"bad_words": ["a"]}, {"logits_processors": [max]},
+    ):  # fmt: skip
+        assert SamplingParams(**fields).edits_logits
 
 
 def test_one_stop_string_is_not_taken_apart():
@@ -119,5 +161,5 @@ def test_defaults_switch_every_filter_off():
 
 
 def test_unknown_parameter_is_refused_by_name():
-    with pytest.raises(TypeError, match="presence_penalty"):
-        SamplingParams(presence_penalty=1.0)
+    with pytest.raises(TypeError, match="typical_p"):
+        SamplingParams(typical_p=1.0)

@@ -82,6 +82,7 @@ class Walk:
         self.requests: list[Sequence] = []
         self.num_preempted = self.num_readmitted = self.num_hits = self.num_dropped = self.num_looked_again = 0
         self.num_long_steps = 0
+        self.prompt_logprobs: dict[Sequence, list[int]] = {}  # positions as they were planned
 
     def new_request(self) -> Sequence:
         rng = self.rng
@@ -95,6 +96,8 @@ class Walk:
             top_p=rng.choice([1.0, 0.75]),
             min_p=rng.choice([0.0, 0.125]),
             logprobs=rng.choice([None, 0, 3]),
+            prompt_logprobs=rng.choice([None, None, 0, 3]) if self.chunked else None,
+            presence_penalty=rng.choice([0, 0, 1]),
             min_tokens=rng.choice([0, max_tokens // 2]),
             max_tokens=max_tokens,
             stop_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1, 3])),
@@ -129,6 +132,8 @@ class Walk:
                 self.num_readmitted += sum(seq.num_output_tokens > 0 for seq in plan.admitted)
                 self.num_hits += plan.num_prefix_hits
                 self.num_long_steps += max(plan.limits, default=1) > 1
+                for seq, first, end in plan.prompt_logprobs:
+                    self.prompt_logprobs.setdefault(seq, []).extend(range(first, end))
                 yield plan
             else:
                 self.num_looked_again += 1
@@ -148,6 +153,7 @@ def check_plan(walk: Walk, plan: SchedulerOutput, running_before: list[Sequence]
 
     assert plan.num_tokens == sum(scheduled.values()) <= walk.budget
     assert len(scheduler.running) <= walk.max_num_seqs
+    assert len(plan.sampled) + plan.num_prompt_logprobs <= walk.max_num_seqs
     rows = [seq.row for seq in scheduler.running]
     assert len(set(rows)) == len(rows) and set(rows) <= set(range(walk.max_num_seqs))
     assert all(seq.row is None and not len(seq.block_table) for seq in scheduler.waiting)
@@ -210,6 +216,9 @@ def check_end(walk: Walk, first_admissions: list[Sequence]):
             assert seq.output_token_ids == output[: seq.num_output_tokens]
         else:
             assert (seq.output_token_ids, seq.finish_reason) == (output, reason)
+            wants_prompt = seq.params.prompt_logprobs is not None
+            positions = list(range(seq.num_prompt_tokens - 1)) if wants_prompt else []
+            assert walk.prompt_logprobs.get(seq, []) == positions  # each once, in order, whatever came between
 
 
 @pytest.mark.parametrize(("max_in_flight", "num_steps"), [(1, 1), (2, 1), (0, 5), (1, 5)])
@@ -219,6 +228,7 @@ def test_steps_in_flight_and_long_steps_change_no_ones_tokens(seed, max_in_fligh
     first_admissions = []
     for plan in walk.steps(num_requests=25):
         first_admissions += [seq for seq in plan.admitted if seq not in first_admissions]
+        assert len(plan.sampled) + plan.num_prompt_logprobs <= walk.max_num_seqs
         assert plan.num_tokens <= walk.budget and not (plan.num_preempted and len(walk.scheduler.in_flight) > 1)
         for seq in plan.num_scheduled_tokens:
             assert seq.num_output_tokens + seq.num_pending <= seq.max_tokens, "scheduled past its end"

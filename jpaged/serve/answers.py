@@ -4,8 +4,9 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
+import jpaged
 from jpaged.outputs import OutputDelta
-from jpaged.serve.logprobs import chat_logprobs, completion_logprobs
+from jpaged.serve.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from jpaged.serve.protocol import GenerationBody
 
 
@@ -19,11 +20,19 @@ class Answer:
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, answer_id: str, model: str, body: GenerationBody, prompts: Sequence[list[int]]):
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        tokenizer: "jpaged.tokenizer.Tokenizer",
+    ):
         options = body.stream_options
         self._body = body
         self._prompts = prompts
         self._n = body.n or 1
+        self._tokenizer = tokenizer
         self._num_logprobs = body.num_logprobs()
         self._has_usage_chunk = bool(options and options.include_usage)
         self._has_usage_always = bool(options and options.continuous_usage_stats)
@@ -81,29 +90,46 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
 
-    def __init__(self, answer_id: str, model: str, body: GenerationBody, prompts: Sequence[list[int]]):
-        super().__init__(answer_id, model, body, prompts)
-        self._text_offsets = [0] * len(prompts) * self._n
-        self._has_prompt_ids = [False] * len(prompts) * self._n
+    def __init__(self, *args):
+        super().__init__(*args)
+        num_choices = len(self._prompts) * self._n
+        self._text_offsets, self._has_begun = [0] * num_choices, [False] * num_choices
+        self._prompt_logprobs: list[list] = [[] for _ in self._prompts]  # they come with a prompt's first delta
 
     def _choice(self, index: int, delta: OutputDelta, *, is_chunk: bool = False) -> dict:
+        is_first, self._has_begun[index] = not self._has_begun[index], True
+        prompt = index // self._n
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = delta.prompt_logprobs
+        is_echo = is_first and bool(self._body.echo)
         logprobs = None
         if self._num_logprobs is not None:
-            logprobs = completion_logprobs(delta.logprobs or (), self._num_logprobs, self._text_offsets[index])
+            positions, first_token = delta.logprobs or [], None
+            if is_echo:
+                positions = self._prompt_logprobs[prompt][1:] + positions
+                first_token = self._tokenizer.decoded_token(self._prompts[prompt][0])
+            logprobs = completion_logprobs(positions, self._num_logprobs, self._text_offsets[index], first_token)
             self._text_offsets[index] += sum(map(len, logprobs["tokens"]))
         choice = {
             "index": index,
-            "text": delta.text,
+            "text": self._prompt_text(prompt) + delta.text if is_echo else delta.text,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-            if not self._has_prompt_ids[index]:  # once a choice, in its first chunk
-                choice["prompt_token_ids"] = self._prompts[index // self._n]
-                self._has_prompt_ids[index] = True
+            if is_first:
+                choice["prompt_token_ids"] = self._prompts[prompt]
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs[prompt])
         return choice
+
+    def _prompt_text(self, number: int) -> str:
+        prompt = self._body.prompts()[number]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(prompt, skip_special_tokens=self._body.skip_special_tokens is not False)
 
 
 class ChatAnswer(Answer):
@@ -113,6 +139,8 @@ class ChatAnswer(Answer):
 
     def whole(self, deltas: Sequence[OutputDelta]) -> dict:
         answer = super().whole(deltas)
+        if self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(deltas[0].prompt_logprobs or [])
         return answer | {"prompt_token_ids": self._prompts[0]} if self._body.return_token_ids else answer
 
     def opening(self) -> list[dict]:

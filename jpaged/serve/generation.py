@@ -40,6 +40,7 @@ class Generation:
             raise ApiError(500, str(error)) from error
         self._engine = engine
         self._is_stream = bool(body.stream)
+        self._is_echo_alone = body.is_echo_alone
         self._prompts = prompts
         answer_id = answer_class.id_prefix + (body.request_id or uuid.uuid4().hex)
         self._headers = [(b"x-request-id", answer_id.encode("utf-8", "replace"))]
@@ -51,7 +52,7 @@ class Generation:
         for prompt, prompt_params in zip(prompts, self._params, strict=True):
             self._check(prompt, prompt_params)
         self._num_choices = params.n * len(prompts)
-        self._answer = answer_class(answer_id, model, body, prompts)
+        self._answer = answer_class(answer_id, model, body, prompts, engine.tokenizer)
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         try:
@@ -105,7 +106,7 @@ class Generation:
                 async for delta in deltas:
                     if delta.finish_reason == "error":
                         raise ApiError(500, delta.error or "the engine gave this request up")
-                    yield delta
+                    yield replace(delta, text="", token_ids=[], logprobs=[]) if self._is_echo_alone else delta
         except QueueFullError as error:
             self._engine.metrics.on_rejected("queue_full")
             raise ApiError(429, str(error), headers={"Retry-After": "1"}) from error

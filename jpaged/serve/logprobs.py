@@ -1,28 +1,41 @@
 """Log-probs in OpenAI's two shapes."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from jpaged.outputs import Logprob, TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
-def completion_logprobs(positions: Sequence[TokenLogprobs], num_top: int, text_offset: int) -> dict:
+def completion_logprobs(
+    positions: Sequence[TokenLogprobs], num_top: int, text_offset: int, first_token: str | None = None
+) -> dict:
     """Columns over the positions; the chosen token is in top_logprobs even where it is not among the num_top best.
 
-    text_offset: characters of the tokens before these.
+    text_offset: characters of the tokens before these. first_token: of an echoed prompt, which has no log-prob.
     """
+    first = [] if first_token is None else [first_token]
+    none = [None] * len(first)
     chosen = [_chosen(position) for position in positions]
-    offsets = []
-    for logprob in chosen:
-        offsets.append(text_offset)
-        text_offset += len(logprob.decoded_token)
+    tokens = first + [logprob.decoded_token for logprob in chosen]
     return {
-        "tokens": [logprob.decoded_token for logprob in chosen],
-        "token_logprobs": [_number(logprob) for logprob in chosen],
-        "top_logprobs": [_by_text(position, num_top) for position in positions],
-        "text_offset": offsets,
+        "tokens": tokens,
+        "token_logprobs": none + [_number(logprob) for logprob in chosen],
+        "top_logprobs": none + [_by_text(position, num_top) for position in positions],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=text_offset)) if tokens else [],
     }
+
+
+def prompt_logprobs(positions: Sequence[TokenLogprobs | None]) -> list[dict | None]:
+    """vLLM's shape: token id -> entry at each position of the prompt; None for the first."""
+    return [
+        None if position is None else {
+            str(token_id): {"logprob": _number(e), "rank": e.rank, "decoded_token": e.decoded_token}
+            for token_id, e in position.items()
+        }
+        for position in positions
+    ]  # fmt: skip
 
 
 def chat_logprobs(positions: Sequence[TokenLogprobs], num_top: int) -> dict:

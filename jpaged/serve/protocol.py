@@ -58,12 +58,19 @@ class GenerationBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -75,10 +82,17 @@ class GenerationBody(Body):
         if (name := self.request_id) and not (name.isascii() and name.isprintable() and " " not in name):
             # it goes into a header and into the log
             raise bad_request(f"request_id must be ASCII without spaces, got {shown(name)}", "request_id")
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs is not supported with stream", "prompt_logprobs")
         if self.stream_options is not None:
             if not self.stream:
                 raise bad_request("stream_options needs stream to be true", "stream_options")
             refuse_unsupported(self.stream_options.model_extra, STREAM_OPTIONS, "stream_options")
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether the answer is the prompt and nothing else: its log-probs are all that is asked for."""
+        return False
 
     def num_logprobs(self) -> int | None:
         """How many alternatives are asked for at each position; None for no log-probs at all."""
@@ -94,10 +108,13 @@ class GenerationBody(Body):
         if self.use_beam_search:
             defaults = {}  # they are for sampling
             given.setdefault("temperature", 0.0)
+        given["logprobs"] = self.num_logprobs()
         with caller_errors():
-            return SamplingParams(
-                **{"max_tokens": max_tokens} | dict(defaults) | given | {"logprobs": self.num_logprobs()}
-            )
+            return SamplingParams(**{"max_tokens": max_tokens} | dict(defaults) | given | self.special_params())
+
+    def special_params(self) -> dict[str, Any]:
+        """Of SamplingParams, what the body says in its own way."""
+        return {}
 
 
 class CompletionBody(GenerationBody):
@@ -106,6 +123,7 @@ class CompletionBody(GenerationBody):
     prompt: Any = None
     best_of: int | None = None
     logprobs: int | None = None
+    echo: bool | None = None
 
     def check(self) -> None:
         super().check()
@@ -115,6 +133,16 @@ class CompletionBody(GenerationBody):
                 "best_of",
             )
         self.prompts()
+
+    @property
+    def is_echo_alone(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
+    def special_params(self) -> dict[str, Any]:
+        special = {"max_tokens": 1, "min_tokens": 0} if self.is_echo_alone else {}
+        if self.echo and self.prompt_logprobs is None:
+            special["prompt_logprobs"] = self.logprobs
+        return special
 
     def num_logprobs(self) -> int | None:
         return self.logprobs

@@ -11,17 +11,9 @@ LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"}
 """Fields for a provider's books: they never change an answer, so any value passes."""
 
 SAMPLING = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
-    "echo": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -36,6 +28,7 @@ SAMPLING = {
 }
 COMPLETION = SAMPLING | {"suffix": ("",), "prompt_embeds": ()}
 CHAT = SAMPLING | {
+    "echo": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),  # without tools there is nothing to choose
     "parallel_tool_calls": (True, False),

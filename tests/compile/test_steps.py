@@ -56,7 +56,7 @@ def test_model_over_its_chips_memory_is_refused_with_the_bytes(case):
     with pytest.raises(ValueError, match=r"\d+ bytes for the KV pool \(what is free of 92%\) hold \d blocks"):
         plan_memory(
             CONFIG, max_position=step.model.max_position, block_size=step.layout.block_size,
-            bytes_per_block=step.bytes_per_block, weights=step.weight_bytes, device=case.on.device,
+            bytes_per_block=step.bytes_per_block, weights=step.weight_bytes, rows=0, device=case.on.device,
             step=StepMemory(0, 0, 0), num_programs=2,
         )  # fmt: skip
 

@@ -8,16 +8,28 @@ import sys
 from tiny_model import make_tiny_model
 
 SCRIPT = """
-import json, sys
+import json, re, sys
 from engines import Request, make_engine, run
 from jpaged.sampling_params import SamplingParams
 folder, programs_dir, size = sys.argv[1:]
 engine = make_engine(folder, programs_dir, tensor_parallel_size=int(size))
 assert len(engine.runner.state.pools[0].arrays[0].sharding.device_set) == int(size)
-kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9, "n": 3}]
+if int(size) > 1:
+    step, spec = engine.runner.step, engine.runner.spec
+    arguments = step.arguments((8, 8), spec.num_blocks, spec.max_blocks_per_seq)
+    slots = ",".join(map(str, engine.runner.state.edits.seen.shape))
+    compiled = step.jitted((8, 8)).lower(*arguments).compile().as_text()
+    gathers = re.findall(r"= \\w+\\[([\\d,]+)\\]\\S* all-gather", compiled)
+    assert slots not in gathers, "what the sampler keeps of the vocabulary is gathered"
+kinds = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9, "n": 3},
+    {"temperature": 0, "presence_penalty": 1.5, "bad_words": ["a"], "prompt_logprobs": 2},
+    {"repetition_penalty": 1.3, "logit_bias": {7: 2}, "seed": 4, "logits_processors": [lambda ids, row: row]},
+]
 requests = [
-    Request(list(range(3, 3 + length)), SamplingParams(max_tokens=16, ignore_eos=True, **kinds[length % 2]))
-    for length in (1, 16, 40, 71)
+    Request(list(range(3, 3 + length)), SamplingParams(max_tokens=16, ignore_eos=True, **kind))
+    for length, kind in zip((1, 16, 40, 71), kinds)
 ]
 print(json.dumps([output.token_ids for output in run(engine, requests)]))
 """

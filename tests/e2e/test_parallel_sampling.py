@@ -52,8 +52,8 @@ def separately(engine: LLMEngine, requests: list[Request], monkeypatch) -> list[
     for request in requests:
         for index in range(request.params.n):
 
-            def as_sample(self, row, *args, index=index):
-                set_row(self, row, *args[:-1], index)
+            def as_sample(self, row, *args, index=index, **named):
+                set_row(self, row, *args, **named | {"sample_index": index})
 
             monkeypatch.setattr(SamplingBatch, "set_row", as_sample)
             outputs += run(engine, [Request(request.prompt, params(**vars(request.params) | {"n": 1}))])

@@ -1,4 +1,4 @@
-"""The pool is never copied: read off the compiled step."""
+"""Neither the pool nor what the sampler keeps of each vocabulary is ever copied: read off the compiled step."""
 
 import re
 
@@ -22,7 +22,8 @@ def pool_bytes(runner) -> int:
 
 
 def pool_copies(runner, compiled) -> list[str]:
-    shapes = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(runner.state.pools)}
+    kept = jax.tree.leaves((runner.state.pools, runner.state.edits.seen, runner.state.edits.bad_words))
+    shapes = {",".join(map(str, leaf.shape)) for leaf in kept}
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
     return [shape for shape in copies if shape in shapes]
 

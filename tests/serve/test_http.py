@@ -223,8 +223,8 @@ def test_bad_requests_are_400_in_the_envelope_and_the_server_goes_on(serve):
     json_type = {"content-type": "application/json"}
     says = error_of(client.post("/v1/completions", content=b"{", headers=json_type), 400, "BadRequestError")
     assert "not valid JSON" in says
-    says = error_of(client.post("/v1/completions", json={"prompt": "a", "echo": True}), 400, "BadRequestError", "echo")
-    assert says == "echo is not supported, got True; leave it out"
+    says = error_of(client.post("/v1/completions", json={"prompt": "a", "suffix": "b"}), 400, "BadRequestError", "suffix")
+    assert says == "suffix is not supported, got 'b'; leave it out"
     says = error_of(client.post("/v1/completions", json={"prompt": "a", "n": 0}), 400, "BadRequestError", "n")
     assert says == "n must be in [1, 128], got 0"
     body = {"prompt": "a", "best_of": 3, "n": 2, "stream": True}

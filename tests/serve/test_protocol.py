@@ -62,6 +62,27 @@ def test_a_body_that_is_no_json_object_says_what_is_wrong(body, says):
         ("stop", ["a", 5], "stop[1] must be a string, got 5"),
         ("stop", [""], "stop must hold non-empty strings, got ['']"),
         ("stop_token_ids", [1, "b"], "stop_token_ids[1] must be an integer, got 'b'"),
+        ("presence_penalty", 2.1, "presence_penalty must be in [-2, 2], got 2.1"),
+        ("presence_penalty", False, "presence_penalty must be a number, got False"),
+        ("frequency_penalty", -3, "frequency_penalty must be in [-2, 2], got -3.0"),
+        ("repetition_penalty", 0, "repetition_penalty must be in [0.01, 100], got 0.0"),
+        ("repetition_penalty", float("nan"), "repetition_penalty must be a finite number, got nan"),
+        ("logit_bias", [1], "logit_bias must be an object, got [1]"),
+        ("logit_bias", {"a": 1}, "logit_bias must have token ids as keys, got 'a'"),
+        ("logit_bias", {"-1": 1}, "logit_bias must have token ids as keys, got '-1'"),
+        ("logit_bias", {"5": 100.5}, "logit_bias must hold numbers in [-100, 100], got 100.5 for token 5"),
+        ("logit_bias", {"5": float("nan")}, "logit_bias must hold numbers in [-100, 100], got nan for token 5"),
+        ("logit_bias", {"5": 1, "05": 1}, "logit_bias names token 5 twice"),
+        ("logit_bias", {str(i): 1 for i in range(301)}, "logit_bias takes at most 300 tokens, got 301"),
+        ("allowed_token_ids", [], "allowed_token_ids must not be empty"),
+        ("allowed_token_ids", [5, -1], "allowed_token_ids must hold token ids, got -1"),
+        ("allowed_token_ids", [True], "allowed_token_ids[0] must be an integer, got True"),
+        ("bad_words", "a", "bad_words must be a list, got 'a'"),
+        ("bad_words", ["a", " "], "bad_words must hold strings that are not blank, got ['a', ' ']"),
+        ("bad_words", ["a"] * 129, "bad_words takes at most 128 strings, got 129"),
+        ("prompt_logprobs", -1, "prompt_logprobs must not be negative, got -1"),
+        ("prompt_logprobs", True, "prompt_logprobs must be an integer, got True"),
+        ("echo", 1, "echo must be a boolean, got 1"),
         ("stream", "yes", "stream must be a boolean, got 'yes'"),
         ("stream_options", {"include_usage": True}, "stream_options needs stream to be true"),
         ("request_id", "a\nb", "request_id must be ASCII without spaces, got 'a\\nb'"),
@@ -105,7 +126,7 @@ def test_an_unsupported_field_is_refused_by_name_unless_it_asks_for_nothing(body
 
 
 def test_false_is_not_a_neutral_zero():
-    assert refusal(CompletionBody, {"prompt": "a", "presence_penalty": False}).param == "presence_penalty"
+    assert refusal(CompletionBody, {"prompt": "a", "priority": False}).param == "priority"
     assert refusal(CompletionBody, {"prompt": "a", "n": True}).param == "n"
 
 
@@ -173,6 +194,50 @@ def test_the_request_beats_the_model_and_the_model_beats_openai():
     body = CompletionBody.parse(b'{"prompt": "a", "temperature": 0.5, "top_p": null}')
     params = body.sampling_params(defaults, max_tokens=16)
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.5, 7, 1.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("body_class", "start"), [(CompletionBody, {"prompt": "a"}), (ChatBody, {"messages": MESSAGES})]
+)
+def test_penalties_biases_and_bans_arrive_and_their_limits_are_allowed(body_class, start):
+    fields = {
+        "presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 0.01,
+        "logit_bias": {str(i): (-100, 100.0)[i % 2] for i in range(300)}, "allowed_token_ids": list(range(5000)),
+        "bad_words": ["a b"] * 128,
+    }  # fmt: skip
+    params = body_class.parse(json.dumps(start | fields).encode()).sampling_params({}, max_tokens=16)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2, 2, 0.01)
+    assert params.logit_bias == {i: (-100, 100)[i % 2] for i in range(300)}
+    assert params.allowed_token_ids == tuple(range(5000)) and params.bad_words == ("a b",) * 128
+    assert params.edits_logits
+    neutral = start | {
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1,
+        "logit_bias": {},
+        "bad_words": [],
+    }
+    assert not body_class.parse(json.dumps(neutral).encode()).sampling_params({}, max_tokens=16).edits_logits
+
+
+def test_prompt_logprobs_cannot_be_streamed():
+    error = refusal(CompletionBody, {"prompt": "a", "prompt_logprobs": 1, "stream": True})
+    assert (error.param, error.message) == ("prompt_logprobs", "prompt_logprobs is not supported with stream")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"echo": True}, (16, None, None)),
+        ({"echo": True, "logprobs": 3}, (16, 3, 3)),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 1}, (16, 3, 1)),
+        ({"echo": True, "logprobs": 3, "max_tokens": 0}, (1, 3, 3)),
+        ({"echo": False, "logprobs": 3}, (16, 3, None)),
+    ],
+)
+def test_an_echo_asks_for_the_prompts_logprobs_where_it_asks_for_any(fields, expected):
+    params = CompletionBody.parse(json.dumps({"prompt": "a"} | fields).encode()).sampling_params({}, max_tokens=16)
+    assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == expected
 
 
 def test_max_completion_tokens_is_max_tokens():

@@ -124,6 +124,51 @@ def test_logprobs_are_those_of_the_greedy_choice(client):
     assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in content)
 
 
+def test_an_echo_is_the_prompt_with_its_logprobs_before_the_answer(client):
+    plain = complete(client, "hello", max_tokens=3, logprobs=2)["choices"][0]
+    echoed = complete(client, "hello", max_tokens=3, logprobs=2, echo=True)["choices"][0]
+    assert echoed["text"] == "hello" + plain["text"] and echoed["token_ids"] == plain["token_ids"]
+    columns, own = echoed["logprobs"], plain["logprobs"]
+    assert columns["tokens"] == [*"hello", *own["tokens"]]
+    assert columns["text_offset"] == [0, 1, 2, 3, 4, *(5 + offset for offset in own["text_offset"])]
+    assert columns["token_logprobs"][0] is None and columns["top_logprobs"][0] is None
+    assert all(logprob < 0 for logprob in columns["token_logprobs"][1:])
+    assert columns["token_logprobs"][5:] == own["token_logprobs"] and columns["top_logprobs"][5:] == own["top_logprobs"]
+    stream = client.post("/v1/completions", json=GREEDY | {"prompt": "hello", "max_tokens": 3, "logprobs": 2,
+                                                            "echo": True, "stream": True}).text  # fmt: skip
+    chunks = [json.loads(chunk)["choices"][0] for chunk in events(stream)[:-1]]
+    assert "".join(chunk["text"] for chunk in chunks) == echoed["text"]
+    for name, column in columns.items():
+        assert [value for chunk in chunks for value in chunk["logprobs"][name]] == column
+
+
+def test_an_echo_alone_is_the_prompt_and_nothing_more(client):
+    answer = complete(client, [0, 5, 9], max_tokens=0, logprobs=1, echo=True)
+    choice = answer["choices"][0]
+    prompt = client.post("/detokenize", json={"tokens": [0, 5, 9]}).json()["prompt"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == (prompt, [], "length")
+    assert [len(column) for column in choice["logprobs"].values()] == [3] * 4
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_prompt_logprobs_are_given_by_token_id(client):
+    choice = complete(client, [0, 5, 9], max_tokens=2, prompt_logprobs=1)["choices"][0]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None and [next(iter(entry)) for entry in others] == ["5", "9"]
+    assert {*others[0]["5"]} == {"logprob", "rank", "decoded_token"}
+    body = GREEDY | {"messages": MESSAGES, "max_tokens": 2, "prompt_logprobs": 0}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+def test_biases_penalties_and_bans_reach_the_engine(client):
+    choice = complete(client, max_tokens=6, logit_bias={"70": 100}, presence_penalty=2)["choices"][0]
+    assert choice["token_ids"] == [70] * 6
+    choice = complete(client, max_tokens=6, logit_bias={"70": 100}, bad_words=["gg"])["choices"][0]  # 70 is g
+    assert choice["token_ids"][::2] == [70] * 3 and 70 not in choice["token_ids"][1::2]
+    assert set(complete(client, max_tokens=6, allowed_token_ids=[5, 6])["choices"][0]["token_ids"]) <= {5, 6}
+
+
 def test_a_stop_token_ends_the_text_and_is_named(client):
     ids = complete(client, max_tokens=8)["choices"][0]["token_ids"]
     stop = next(token for n, token in enumerate(ids) if n >= 2 and token not in ids[:n])
@@ -179,6 +224,11 @@ def test_tokens_survive_the_round_trip(client):
         ({"prompt": [-1]}, "-1"),
         ({"prompt": [2**70]}, str(2**70)),
         ({"prompt": "a", "stop_token_ids": [2**70]}, str(2**70)),
+        ({"prompt": "a", "logit_bias": {"258": 1}}, "logit_bias holds token id 258; the vocabulary ends at 257"),
+        ({"prompt": "a", "allowed_token_ids": [5, 300]}, "allowed_token_ids holds token id 300"),
+        ({"prompt": "a", "bad_words": ["a" * 17]}, "17 tokens; it must be 1 to 16"),
+        ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs is 21; the limit is 20 (max_logprobs)"),
+        ({"prompt": "a", "echo": True, "logprobs": 21}, "the limit is 20"),
         ({"prompt": "a" * 300}, "300"),
         ({"prompt": "a" * 200, "max_tokens": 100}, "256"),
         ({"prompt": "a", "max_tokens": 10**30}, str(10**30)),

@@ -1,0 +1,52 @@
+"""Admission: which waiting sequences come in."""
+
+from jpaged.config import EngineConfig
+from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.scheduler_output import SchedulerOutput
+from jpaged.sequence_queues import SequenceQueues
+
+
+class Admission:
+    """In their order, each when there is room for all of it, and for all the others of its group: the first that must
+    wait holds up those behind it."""
+
+    def __init__(self, config: EngineConfig, queues: SequenceQueues, kv: KVCacheManager):
+        self.queues, self.kv = queues, kv
+        self.max_num_seqs = config.max_num_seqs
+        self.enable_chunked_prefill = config.enable_chunked_prefill
+
+    def admit_waiting(self, budget: int, plan: SchedulerOutput) -> None:
+        """Plans the first tokens of as many as fit into what is left of the step's budget."""
+        queues = self.queues
+        while queues.waiting and budget and not plan.is_cut:
+            if queues.forks.keep_busy_after(plan.num_scheduled_tokens):
+                return
+            seq = queues.waiting[0]
+            forks = [] if seq.group is None else seq.group.plan_forks(self.kv.block_size)
+            num_rows = self.max_num_seqs - len(queues.forks) - len(forks)
+            if plan.num_rows >= num_rows or not queues.have_places_for(seq, forks):
+                return
+            matched = [] if seq.lacks_prompt_logprobs else self.kv.match_prefix(seq)  # a hit computes no logits
+            num_found = self.kv.num_tokens_found(seq, matched)
+            num_tokens = min(seq.num_tokens - num_found, budget)
+            num_tokens = plan.as_many_as_have_rows(seq, num_found, num_tokens, num_rows)
+            if num_found + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
+                return
+            reserve = len(queues.running) + sum(self.kv.num_blocks_for_fork(fork) for fork in forks)
+            if self.kv.admit(seq, matched, num_tokens, reserve=reserve) is None:
+                return
+            for _ in range(1 + len(forks)):
+                queues.waiting.popleft()
+            queues.forks.add(forks)
+            if (swapped := self.kv.swap_in(seq, len(matched))) is not None:
+                plan.swapped_in.append(swapped)
+            queues.start(seq)
+            plan.admitted.append(seq)
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = num_found
+                plan.num_new_prompt_tokens += seq.num_prompt_tokens
+            plan.num_scheduled_tokens[seq] = num_tokens
+            plan.num_prefix_queries += seq.num_tokens
+            plan.num_prefix_hits += len(matched) * self.kv.block_size
+            plan.add_prompt_logprobs(seq, num_tokens)
+            budget -= num_tokens
