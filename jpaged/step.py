@@ -55,7 +55,7 @@ def step(
         return DeviceState(pools, replace(state.rows, newest_tokens=newest), edits), sampled
 
     pools = copy(state.pools, host.block_copies)
-    state, first = compute(host, DeviceState(pools, rows))
+    state, first = compute(host, replace(state, pools=pools, rows=rows))
     if max_decodes == 1:
         return state, first
     stop_ids = state.rows.sampling.stop_ids[host.sampled_rows]

@@ -11,7 +11,9 @@ from jpaged.step import StepFunction
 
 UNKNOWN_CYCLES = 2**60  # the compiler writes 2**63 - 1 where it does not know
 MOST_TEMP = 0.05  # of the device's memory
-KERNELS_A_LAYER = {"tpu": 2, "gpu": 3}  # write and attention; decode, combine and prefill: XLA writes on GPU
+# (of each layer, beside): write and attention, and one for all copies of blocks; decode, combine and prefill: XLA does
+# the rest on GPU.
+KERNELS = {"tpu": (2, 1), "gpu": (3, 0)}
 
 
 def bytes_a_device(tree) -> int:
@@ -42,6 +44,7 @@ class Evidence:
         compiled = change(step.jitted(bucket)).lower(*arguments).compile()
         seconds = time.monotonic() - start
         memory, text = compiled.memory_analysis(), compiled.as_text()
+        kernels_a_layer, more_kernels = KERNELS[step.layout.form]
         shapes = {_hlo_shape(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(arguments[1].pools)}
         stream = _hlo_shape((bucket[0], step.model.embed_dim))
         cycles = [int(count) for count in re.findall(r'"estimated_cycles":"(\d+)"', text)]
@@ -55,7 +58,7 @@ class Evidence:
             all_reduces=sum(f"[{stream}]" in types for types in re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)),
             all_reduces_due=2 * step.model.num_layers + 1 if step.mesh.size > 1 else 0,
             kernels=len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"', text)),
-            kernels_due=KERNELS_A_LAYER[step.layout.form] * step.model.num_layers,
+            kernels_due=kernels_a_layer * step.model.num_layers + more_kernels,
             cycles=sum(count for count in cycles if count < UNKNOWN_CYCLES),
             seconds=seconds,
         )  # fmt: skip
