@@ -6,6 +6,9 @@ from numbers import Integral
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_BLOCK_SIZE = {"cpu": 64}  # by platform; 16 elsewhere
+POOL_DTYPES = {  # by the names of kv_cache_dtype
+    "bfloat16": "bfloat16", "float32": "float32", "int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
+}  # fmt: skip
 MIN_TOKEN_BUCKET = 2  # one row is a cliff for XLA:CPU's bfloat16 matmuls
 
 
@@ -58,7 +61,9 @@ class EngineConfig:
         None, "bytes for the KV pool (default: on an accelerator what is free, on CPU 1 GiB)"
     )
     kv_cache_dtype: str = _option(
-        "auto", "of the KV pool; auto is the dtype of the weights", choices=("auto", "bfloat16", "float32")
+        "auto",
+        "of the KV pool; auto is the dtype of the weights; int8 and fp8 (e4m3) hold twice the tokens of bfloat16, rounded",
+        choices=("auto", *POOL_DTYPES),
     )
     device_memory_utilization: float = _option(0.92, "part of an accelerator's memory that the engine may use")
     enable_prefix_caching: bool = _option(True, "share the KV blocks of equal prefixes")

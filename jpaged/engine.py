@@ -49,7 +49,7 @@ class LLMEngine:
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint, template)
         self.generation_defaults = sampling_defaults(config, checkpoint)
         self.metrics = EngineMetrics((config.served_model_name or (config.model,))[0])
-        self.runner = ModelRunner(config, checkpoint, self.metrics.on_compile)
+        self.runner = ModelRunner(config, checkpoint, self.tokenizer.encode, self.metrics.on_compile)
         self.model_config, self.spec = self.runner.model_config, self.runner.spec
         self.metrics.set_cache_config(
             block_size=self.spec.block_size,

@@ -25,8 +25,8 @@ class KernelCheck:
     the pool is only read. Writes are seen by it as far as they are read.
     """
 
-    def __init__(self, step: StepFunction, spec: CacheSpec):
-        self.step, self.spec = step, spec
+    def __init__(self, step: StepFunction, spec: CacheSpec, kv_scales: jax.Array | None):
+        self.step, self.spec, self.kv_scales = step, spec, kv_scales
         self.num_steps = 0
         self._program = cache(lambda bucket: jax.jit(partial(_look, step, bucket)))
 
@@ -39,7 +39,9 @@ class KernelCheck:
         layer = self.num_steps % self.step.model.num_layers
         pool = state.pools[0 if self.step.roll_layers else layer]
         first_block = layer * self.spec.num_blocks if self.step.roll_layers else 0
-        found = self._program(host_step.bucket)(pool, state.rows, host_step.buffer, first_block, self.num_steps)
+        scales = None if self.kv_scales is None else self.kv_scales[layer]
+        arguments = pool, state.rows, host_step.buffer, first_block, scales, self.num_steps
+        found = self._program(host_step.bucket)(*arguments)
         difference, *ids = map(np.asarray, found)
         self._check_ids("the device's tables name", np.array(ids))
         if not difference <= LIMIT:  # NaN is not
@@ -62,7 +64,7 @@ class KernelCheck:
             )
 
 
-def _look(step: StepFunction, bucket: tuple[int, int], pool, rows, buffer, first_block, seed):
+def _look(step: StepFunction, bucket: tuple[int, int], pool, rows, buffer, first_block, scales, seed):
     """(difference of attention, least and greatest block id that the step's tables and slots name)."""
     meta = forward_batch(step.packing(bucket).unpack(buffer), rows, pool.block_size).attention
     ids = jnp.concatenate([meta.block_tables.ravel(), meta.slot_mapping // pool.block_size])
@@ -70,4 +72,4 @@ def _look(step: StepFunction, bucket: tuple[int, int], pool, rows, buffer, first
     q = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
     shifted = meta.at_block(first_block, pool.block_size)
     arguments = {"mesh": step.mesh, "layout": step.layout, "implementation": step.config.attention_backend}
-    return attention_difference(q, pool, shifted, **arguments), jnp.min(ids), jnp.max(ids)
+    return attention_difference(q, pool, shifted, scales, **arguments), jnp.min(ids), jnp.max(ids)

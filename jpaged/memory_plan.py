@@ -45,6 +45,7 @@ class MemoryPlan:
     step: StepMemory | None
     num_programs: int
     pool: int
+    cache_dtype: str
     reason: str
 
     def table(self, num_pinned_blocks: int = 0, num_host_blocks: int = 0) -> str:
@@ -53,9 +54,8 @@ class MemoryPlan:
         if self.step is not None:
             rows.append(("step's temporaries", self.step.temp + self.step.output, "of the largest program"))
             rows.append(("programs", self.step.code * self.num_programs, f"{self.num_programs} programs"))
-        rows.append(
-            ("KV pool", self.pool, f"{self.spec.num_blocks} blocks of {self.spec.block_size} tokens ({self.reason})")
-        )
+        blocks = f"{self.spec.num_blocks} blocks of {self.spec.block_size} tokens, {self.cache_dtype}"
+        rows.append(("KV pool", self.pool, f"{blocks} ({self.reason})"))
         if num_pinned_blocks:
             pinned = self.pool // self.spec.num_blocks * num_pinned_blocks
             rows.append(("  pinned prefixes", pinned, f"{num_pinned_blocks} of these blocks"))
@@ -80,6 +80,7 @@ def plan_memory(
     max_position: int,
     block_size: int,
     bytes_per_block: int,
+    cache_dtype: str,
     weights: int,
     rows: int,
     device: jax.Device,
@@ -115,4 +116,4 @@ def plan_memory(
         max_model_len=resolve_max_model_len(config, max_position, usable_tokens),
     )
     pool = num_blocks * bytes_per_block
-    return MemoryPlan(spec, str(device), limit, weights, rows, step, num_programs, pool, reason)
+    return MemoryPlan(spec, str(device), limit, weights, rows, step, num_programs, pool, cache_dtype, reason)

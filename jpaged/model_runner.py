@@ -15,6 +15,7 @@ from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
 from jpaged.edit_programs import EditPrograms
 from jpaged.kernel_check import KernelCheck
+from jpaged.kv_scales import with_kv_scales
 from jpaged.memory_plan import MemoryPlan, plan_memory
 from jpaged.preemption import Preemption
 from jpaged.program_cache import ProgramCache, cache_dir, fingerprint
@@ -81,6 +82,7 @@ def plan_step_memory(step: StepFunction, buckets: Buckets, device: jax.Device | 
         max_position=step.model.max_position,
         block_size=step.layout.block_size,
         bytes_per_block=step.bytes_per_block,
+        cache_dtype=step.layout.dtype,
         weights=step.weight_bytes,
         rows=step.row_bytes,
         device=device,
@@ -92,20 +94,32 @@ def plan_step_memory(step: StepFunction, buckets: Buckets, device: jax.Device | 
 class ModelRunner:
     """Loads a checkpoint, sizes and owns the pool, compiles the step for every bucket, and runs it.
 
-    Raises ValueError for a model that this mesh cannot hold.
+    encode turns text into token ids: a quantised pool's scales come from texts. Raises ValueError for a model that this
+    mesh cannot hold.
     """
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, on_compiled=lambda phase: None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        encode: Callable[[str], list[int]],
+        on_compiled=lambda phase: None,
+    ):
         self.config = config
         self.mesh = make_mesh(config.tensor_parallel_size)
         self.model_config = checkpoint.config
         self.step = StepFunction(config, self.model_config, self.mesh)
         self.layout = self.step.layout
-        self.leaves = jax.tree.leaves(load_state(checkpoint, self.step.abstract_state))
+        weights = load_state(checkpoint, self.step.abstract_state)
         self.buckets = Buckets(config.max_num_batched_tokens, config.max_num_seqs, config.token_buckets)
         self.memory = plan_step_memory(self.step, self.buckets)
         self.spec = self.memory.spec
         self._program_cache = ProgramCache(cache_dir(config.compilation_cache_dir), self._fingerprint())
+
+        if self.layout.is_quantised:
+            weights = with_kv_scales(self.step, weights, encode, self._program_cache)
+        self.leaves, treedef = jax.tree.flatten(weights)
+        assert treedef == self.step.treedef, "weights are not those of the step"
 
         def on_prepared(phase: str) -> None:
             if self._program_cache.has_compiled:
@@ -122,7 +136,8 @@ class ModelRunner:
         self._edit_programs = EditPrograms(self.step, self.spec.max_blocks_per_seq, self._program_cache)
         self._make_state = self._compile_make_state()
         self.state = self._make_state()
-        self._check = KernelCheck(self.step, self.spec) if config.check_kernels else None
+        scales = weights["kv_scales"].get_value() if self.layout.is_quantised else None
+        self._check = KernelCheck(self.step, self.spec, scales) if config.check_kernels else None
 
     def submit(self, step: HostStep) -> PendingResult:
         """Gives a step to the devices and returns at once, where its program is compiled. Steps run in order."""

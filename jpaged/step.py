@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jpaged.config import EngineConfig
+from jpaged.config import POOL_DTYPES, EngineConfig
 from jpaged.device_state import DeviceState, RowLoad, RowState, extend_tables, load_rows
 from jpaged.logits_edits import LogitsEdits, count_tokens, keep_logits
 from jpaged.memory_plan import StepMemory
@@ -103,7 +103,7 @@ class StepFunction:
             model.num_kv_heads,
             model.head_dim,
             config.block_size_on(platform),
-            self.dtype.name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            self.dtype.name if config.kv_cache_dtype == "auto" else POOL_DTYPES[config.kv_cache_dtype],
             form=platform,
             num_shards=mesh.size,
         )
@@ -166,7 +166,11 @@ class StepFunction:
             LogitsEdits.shapes(*self._edits_size),
             one,
         )
-        return DeviceState(self._pools(num_blocks, make_pool), jax.tree.map(jnp.asarray, rows), edits)
+        return DeviceState(self.make_pools(num_blocks), jax.tree.map(jnp.asarray, rows), edits)
+
+    def make_pools(self, num_blocks: int) -> Pools:
+        """Pools of zeros with num_blocks blocks for each layer."""
+        return self._pools(num_blocks, make_pool)
 
     def _pools(self, num_blocks: int, make) -> Pools:
         """One pool for each layer, or one of all layers where they are a loop on the device.

@@ -39,44 +39,54 @@ class Attention(nnx.Module):
         return self.o_proj(attended.reshape(attended.shape[0], -1))
 
 
+_OF_SCALES = P(None, MODEL_AXIS)
+
+
+def _named(scales: Float[Array, "2 K"] | None) -> dict[str, Array]:
+    return {} if scales is None else {"k_scale": scales[0], "v_scale": scales[1]}
+
+
 def paged_attention(
     q: Float[Array, "T H D"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     pool: LayerPool,
     meta: AttentionMetadata,
+    scales: Float[Array, "2 K"] | None,
     *,
     mesh: Mesh,
     layout: PoolLayout,
     implementation: str | None,
 ) -> tuple[Float[Array, "T H D"], LayerPool]:
-    """Writes this step's K and V into the pool, then attends to all of it.
+    """Writes this step's K and V into the pool, then attends to all of it. A quantised pool has scales, of K and of V.
 
     Each device of the mesh owns its share of the KV heads, their query heads and their part of the pool, so neither
     needs communication.
     """
 
-    def local(q, k, v, pool, meta):
+    def local(q, k, v, pool, meta, scales):
+        scales = _named(scales)
         with jax.named_scope("kv_write"):
-            pool = kv_write(pool, k, v, meta.slot_mapping)
+            pool = kv_write(pool, k, v, meta.slot_mapping, **scales)
         with jax.named_scope("attention"):
             scale = q.shape[-1] ** -0.5
-            return ragged_paged_attention(q, pool, meta, sm_scale=scale, implementation=implementation), pool
+            return ragged_paged_attention(q, pool, meta, sm_scale=scale, implementation=implementation, **scales), pool
 
     by_head, by_kv_head = P(None, MODEL_AXIS, None), layout.partition_spec(MODEL_AXIS)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(by_head, by_head, by_head, by_kv_head, P()),
+        in_specs=(by_head, by_head, by_head, by_kv_head, P(), _OF_SCALES),
         out_specs=(by_head, by_kv_head),
         check_vma=False,
-    )(q, k, v, pool, meta)
+    )(q, k, v, pool, meta, scales)
 
 
 def attention_difference(
     q: Float[Array, "T H D"],
     pool: LayerPool,
     meta: AttentionMetadata,
+    scales: Float[Array, "2 K"] | None,
     *,
     mesh: Mesh,
     layout: PoolLayout,
@@ -84,14 +94,14 @@ def attention_difference(
 ) -> Float[Array, ""]:
     """How far an implementation is from plain XLA, as a share of the largest output; the pool is only read."""
 
-    def local(q, pool, meta):
+    def local(q, pool, meta, scales):
         outputs = (
-            ragged_paged_attention(q, pool, meta, sm_scale=q.shape[-1] ** -0.5, implementation=name)
+            ragged_paged_attention(q, pool, meta, sm_scale=q.shape[-1] ** -0.5, implementation=name, **_named(scales))
             for name in (implementation, "xla")
         )
         got, expected = (x.astype(jnp.float32) for x in outputs)
         worst, largest = jnp.max(jnp.abs(got - expected)), jnp.max(jnp.abs(expected))
         return jax.lax.pmax(worst, MODEL_AXIS) / jnp.maximum(jax.lax.pmax(largest, MODEL_AXIS), 1e-6)
 
-    specs = P(None, MODEL_AXIS, None), layout.partition_spec(MODEL_AXIS), P()
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(q, pool, meta)
+    specs = P(None, MODEL_AXIS, None), layout.partition_spec(MODEL_AXIS), P(), _OF_SCALES
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(q, pool, meta, scales)

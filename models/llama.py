@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from models.attention import Attention, paged_attention
 from models.config import ModelConfig
-from models.layers import Embed, GatedMLP, Linear, RMSNorm, RopeTables, rope_tables
+from models.layers import MODEL_AXIS, Embed, GatedMLP, Linear, RMSNorm, RopeTables, rope_tables
 from models.types import ForwardBatch, Pools
 from pallas_kernels import PoolLayout
 
@@ -40,6 +40,10 @@ class LlamaLayer(nnx.Module):
 def _of_layer(function: Callable, graphdef, state, *args):
     """A function of a layer as a function of its own: all layers are alike, so jit traces it once, not once a layer."""
     return function(nnx.merge(graphdef, state), *args)
+
+
+class KVScales(nnx.Variable):
+    """What K and V are divided by in a quantised pool, [L, 2, K]: learned from the model, in no checkpoint."""
 
 
 class LlamaModel(nnx.Module):
@@ -82,6 +86,9 @@ class Llama(nnx.Module):
         self.model = LlamaModel(config, dtype=dtype, partial_sums=partial_sums)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.embed_dim, config.vocab_size, dtype=dtype, shard="column")
+        if layout.is_quantised:
+            shape = config.num_layers, 2, config.num_kv_heads
+            self.kv_scales = KVScales(jnp.ones(shape, jnp.float32), out_sharding=(None, None, MODEL_AXIS))
 
     def __call__(self, batch: ForwardBatch, pools: Pools) -> tuple[Float[Array, "R V"], Pools]:
         config = self.config
@@ -89,9 +96,12 @@ class Llama(nnx.Module):
         layers = [nnx.split(layer) for layer in self.model.layers]
         x = self.model.embed_tokens(batch.token_ids)
 
-        def whole_layer(layer, x, pool):
+        def scales_of(index):
+            return self.kv_scales[...][index] if self.layout.is_quantised else None
+
+        def whole_layer(layer, x, pool, scales):
             q, k, v = layer.before_attention(x, rope)
-            attended, pool = self.attention(q, k, v, pool, batch.attention)
+            attended, pool = self.attention(q, k, v, pool, batch.attention, scales)
             return layer.after_attention(x, attended), pool
 
         def switched(half, index, *args):
@@ -102,7 +112,7 @@ class Llama(nnx.Module):
             num_blocks = pool.num_blocks // config.num_layers
             meta = batch.attention.at_block(index * num_blocks, self.layout.block_size)
             q, k, v = switched(LlamaLayer.before_attention, index, x, rope)
-            attended, pool = self.attention(q, k, v, pool, meta)
+            attended, pool = self.attention(q, k, v, pool, meta, scales_of(index))
             return switched(LlamaLayer.after_attention, index, x, attended), pool
 
         if self.roll_layers:
@@ -110,7 +120,7 @@ class Llama(nnx.Module):
         else:
             pools = list(pools)
             for index, layer in enumerate(layers):
-                x, pools[index] = _of_layer(whole_layer, *layer, x, pools[index])
+                x, pools[index] = _of_layer(whole_layer, *layer, x, pools[index], scales_of(index))
         x = self.model.norm(x[batch.logits_indices])
         head = self.model.embed_tokens.attend if config.tie_word_embeddings else self.lm_head
         with jax.named_scope("head"):

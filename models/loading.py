@@ -10,7 +10,7 @@ from models.weights import Checkpoint
 
 
 def load_state(checkpoint: Checkpoint, abstract_state: nnx.State) -> nnx.State:
-    """Fills an abstract state, whose parameter paths are the checkpoint's names, with arrays in its dtypes and shardings.
+    """The parameters of an abstract state, whose paths are the checkpoint's names, as arrays in its dtypes and shardings.
 
     Raises ValueError for a missing tensor (from the checkpoint) or one of another shape.
     """
@@ -27,4 +27,6 @@ def load_state(checkpoint: Checkpoint, abstract_state: nnx.State) -> nnx.State:
         return path, variable.replace(array)
 
     with ThreadPoolExecutor() as executor:  # reading and dequantising release the GIL
-        return nnx.from_flat_state(list(executor.map(load, nnx.to_flat_state(abstract_state))))
+        return nnx.from_flat_state(
+            list(executor.map(load, nnx.to_flat_state(nnx.filter_state(abstract_state, nnx.Param))))
+        )

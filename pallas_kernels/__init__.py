@@ -12,7 +12,7 @@ from .paged_attention import (
     measured_tiles,
     ragged_paged_attention,
 )
-from .pool import LayerPool, make_pool, pool_struct
+from .pool import LayerPool, kv_absmax, make_pool, pool_struct
 
 __all__ = [
     "AnyArray",
@@ -24,6 +24,7 @@ __all__ = [
     "copy_blocks",
     "default_tiles",
     "default_tpu_tiles",
+    "kv_absmax",
     "kv_write",
     "make_pool",
     "measured_tiles",

@@ -70,6 +70,11 @@ class PoolLayout:
         return self.dtype in ("int8", "float8_e4m3fn")
 
     @property
+    def largest(self) -> float:
+        """The largest number that a quantised pool stores; larger ones saturate."""
+        return {"int8": 127.0, "float8_e4m3fn": 448.0}[self.dtype]
+
+    @property
     def shard(self) -> "PoolLayout":
         """What one device holds."""
         return dataclasses.replace(self, num_kv_heads=self.num_kv_heads // self.num_shards, num_shards=1)

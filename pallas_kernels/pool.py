@@ -72,10 +72,9 @@ def quantise(x: jax.Array, scale: jax.Array | None, layout: PoolLayout) -> jax.A
     """`x` `[..., K, D]` as the pool stores it: over `scale` (a scalar or `[K]`; None is 1), rounded, saturated."""
     if scale is not None:
         x = x.astype(jnp.float32) / jnp.asarray(scale, jnp.float32).reshape(-1, 1)
-    if layout.dtype == "int8":
-        x = jnp.clip(jnp.round(x.astype(jnp.float32)), -127, 127)
-    elif layout.dtype == "float8_e4m3fn":
-        x = jnp.clip(x.astype(jnp.float32), -448, 448)
+    if layout.is_quantised:
+        x = x.astype(jnp.float32)
+        x = jnp.clip(jnp.round(x) if layout.dtype == "int8" else x, -layout.largest, layout.largest)
     x = x.astype(layout.dtype)
     return x if x.dtype == layout.storage_dtype else jax.lax.bitcast_convert_type(x, layout.storage_dtype)
 
@@ -97,6 +96,12 @@ def read_blocks(pool: LayerPool, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         return tuple(gathered)
     keys, values = unpack_tokens(gathered[0], pool.shard)  # [..., B, K, D]
     return jnp.moveaxis(keys, -3, -1), jnp.moveaxis(values, -3, -2)
+
+
+def kv_absmax(pool: LayerPool, ids: jax.Array) -> jax.Array:
+    """The largest magnitudes of K and of V, `[..., 2, K]` float32, unscaled, in blocks `ids` `[..., n]` of one shard."""
+    keys, values = read_blocks(pool, ids)
+    return jnp.stack([jnp.max(jnp.abs(x), axis=(-4, -2, -1)) for x in (keys, values)], axis=-2)
 
 
 def pack_tokens(k, v, layout: PoolLayout, xp=jnp):

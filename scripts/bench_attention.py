@@ -1,9 +1,9 @@
 """Milliseconds a layer of KV write + attention, as an engine step runs them.
 
 Thirty layers in one jit, each with its own donated pool, chained so that no layer can start before the last has ended.
-Prints a table: cases down, block sizes across, the median over rounds that alternate between all programs.
+Prints a table: cases down, block sizes and dtypes across, the median over rounds that alternate between all programs.
 
-    python scripts/bench_attention.py --block-sizes 16,32,64 --dtype bfloat16
+    python scripts/bench_attention.py --block-sizes 16,32,64 --dtypes bfloat16,int8,float8_e4m3fn
 """
 
 import argparse
@@ -70,8 +70,9 @@ def make_metadata(kind, sequences, num_tokens, block_size) -> tuple[AttentionMet
 def step(pools, q, k, v, meta):
     @jax.jit
     def layer(pool, q, k, v, meta):
-        pool = kv_write(pool, k, v, meta.slot_mapping)
-        return pool, ragged_paged_attention(q, pool, meta, sm_scale=HEAD_DIM**-0.5)
+        scale = jnp.full(NUM_KV_HEADS, 0.03) if pool.shard.is_quantised else None
+        pool = kv_write(pool, k, v, meta.slot_mapping, k_scale=scale, v_scale=scale)
+        return pool, ragged_paged_attention(q, pool, meta, sm_scale=HEAD_DIM**-0.5, k_scale=scale, v_scale=scale)
 
     written = []
     for pool in pools:
@@ -84,24 +85,24 @@ def step(pools, q, k, v, meta):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--block-sizes", default="16,32,64")
-    parser.add_argument("--dtype", default="bfloat16", help="of the pool")
+    parser.add_argument("--dtypes", default="bfloat16", help="of the pool")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="only the cases whose name contains this")
     args = parser.parse_args()
-    sizes = [int(size) for size in args.block_sizes.split(",")]
+    columns = [(int(size), dtype) for size in args.block_sizes.split(",") for dtype in args.dtypes.split(",")]
     names = [name for name in CASES if args.only in name]
     programs, times = {}, {}
     for name in names:
         kind, sequences, num_tokens = CASES[name]
-        for size in sizes:
+        for size, dtype in columns:
             meta, num_blocks = make_metadata(kind, sequences, num_tokens, size)
-            layout = PoolLayout(NUM_KV_HEADS, HEAD_DIM, size, args.dtype)
+            layout = PoolLayout(NUM_KV_HEADS, HEAD_DIM, size, dtype)
             heads = num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM
             rows = np.random.default_rng(0).standard_normal(heads, np.float32)
             q, k, v = map(jnp.asarray, np.split(rows, [NUM_HEADS, NUM_HEADS + NUM_KV_HEADS], axis=1))
             pools = [make_pool(layout, num_blocks) for _ in range(NUM_LAYERS)]
             pools, _ = step(pools, q, k, v, meta)
-            programs[name, size], times[name, size] = (pools, q, k, v, meta), []
+            programs[name, size, dtype], times[name, size, dtype] = (pools, q, k, v, meta), []
     for _ in range(args.rounds):
         for key, (pools, *rest) in programs.items():
             start = time.perf_counter()
@@ -110,10 +111,10 @@ def main():
             times[key].append(time.perf_counter() - start)
             programs[key] = (pools, *rest)
     scale = 1e3 / NUM_LAYERS
-    print(f"{'ms a layer, median (least)':28}" + "".join(f"{f'B={size}':>18}" for size in sizes))
+    print(f"{'ms a layer, median (least)':28}" + "".join(f"{f'B={size} {dtype}':>20}" for size, dtype in columns))
     for name in names:
-        cells = [(statistics.median(times[name, size]), min(times[name, size])) for size in sizes]
-        print(f"{name:28}" + "".join(f"{f'{scale * mid:.3f} ({scale * least:.3f})':>18}" for mid, least in cells))
+        cells = [(statistics.median(times[name, *column]), min(times[name, *column])) for column in columns]
+        print(f"{name:28}" + "".join(f"{f'{scale * mid:.3f} ({scale * least:.3f})':>20}" for mid, least in cells))
 
 
 if __name__ == "__main__":

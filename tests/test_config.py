@@ -25,7 +25,7 @@ REFUSED = [
     ({"device_memory_utilization": math.nan}, ["device_memory_utilization", "(0, 1]", "got nan"]),
     ({"max_logprobs": -1}, ["max_logprobs", "at least 0", "got -1"]),
     ({"dtype": "float16"}, ["dtype", "auto, bfloat16, float32", "'float16'"]),
-    ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype", "auto, bfloat16, float32", "'fp8'"]),
+    ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype", "auto, bfloat16, float32, int8, fp8, fp8_e4m3", "'fp8_e5m2'"]),
     ({"generation_config": "vllm"}, ["generation_config", "auto, none", "'vllm'"]),
     ({"attention_backend": "cuda"}, ["attention_backend", "xla, reference", "'cuda'"]),
     (

@@ -37,6 +37,7 @@ MAY_JIT = {
     "jpaged/kernel_check.py": "attention a second time, in a debug mode",
     "jpaged/model_runner.py": "the pool's zeros, made in their sharding",
     "jpaged/block_swapper.py": "copies of blocks between steps",
+    "jpaged/kv_scales.py": "the model over a few texts, once at start-up, where the pool is quantised",
     "models/llama.py": "one half of a layer inside the step, so that it is traced once and not once a layer",
 }
 MAY_PAD_ARRAYS = {

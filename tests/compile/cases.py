@@ -27,10 +27,12 @@ class Case:
     chip: str
     num_devices: int
     num_layers: int | None = None
+    kv_cache_dtype: str = "auto"
 
     def __str__(self) -> str:
         depth = "" if self.num_layers is None else f"-{self.num_layers}layers"
-        return f"{self.model}-{self.chip}x{self.num_devices}{depth}"
+        pool = "" if self.kv_cache_dtype == "auto" else f"-{self.kv_cache_dtype}"
+        return f"{self.model}-{self.chip}x{self.num_devices}{depth}{pool}"
 
     @property
     def on(self) -> Chip:
@@ -40,7 +42,8 @@ class Case:
     def step(self) -> StepFunction:
         model = MODELS[self.model]
         model = dataclasses.replace(model, num_layers=self.num_layers or model.num_layers)
-        return StepFunction(CONFIG, model, self.on.mesh(self.num_devices))
+        config = dataclasses.replace(CONFIG, kv_cache_dtype=self.kv_cache_dtype)
+        return StepFunction(config, model, self.on.mesh(self.num_devices))
 
     @functools.cached_property
     def whole(self) -> "Case":

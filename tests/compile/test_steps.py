@@ -25,6 +25,10 @@ TWO_LAYERS = [
     Case("70b", "v6e", 8, 2),
     Case("70b", "tpu7x", 8, 2),
     Case("70b", "h200", 8, 2),
+    Case("8b", "v6e", 4, 2, "int8"),
+    Case("8b", "h200", 1, 2, "int8"),
+    Case("8b", "v6e", 1, 2, "fp8"),
+    Case("8b", "h200", 1, 2, "fp8"),
 ]
 STEPS = [(case, bucket) for case in WHOLE for bucket in (DECODE, MIXED)] + [(case, MIXED) for case in TWO_LAYERS]
 DOES_NOT_FIT = [
@@ -56,7 +60,8 @@ def test_model_over_its_chips_memory_is_refused_with_the_bytes(case):
     with pytest.raises(ValueError, match=r"\d+ bytes for the KV pool \(what is free of 92%\) hold \d blocks"):
         plan_memory(
             CONFIG, max_position=step.model.max_position, block_size=step.layout.block_size,
-            bytes_per_block=step.bytes_per_block, weights=step.weight_bytes, rows=0, device=case.on.device,
+            bytes_per_block=step.bytes_per_block, cache_dtype=step.layout.dtype, weights=step.weight_bytes, rows=0,
+            device=case.on.device,
             step=StepMemory(0, 0, 0), num_programs=2,
         )  # fmt: skip
 

@@ -21,8 +21,8 @@ def rotate(x, theta):
     )
 
 
-def dense_logprobs(weights, config, ids):
-    """log P(next) after every prefix of ids: [T, V]."""
+def dense_logprobs(weights, config, ids, keep=lambda layer, k, v: (k, v)):
+    """log P(next) after every prefix of ids: [T, V]. keep: what is kept of a layer's K and V, [T, K, D] each."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     x = w["model.embed_tokens.weight"][ids]
@@ -35,6 +35,7 @@ def dense_logprobs(weights, config, ids):
             for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
         q, k = rotate(q, 10000.0), rotate(k, 10000.0)
+        k, v = keep(layer, k, v)
         k, v = (np.repeat(t, heads // kv_heads, axis=1) for t in (k, v))
         scores = np.where(causal, np.einsum("thd,uhd->htu", q, k) / np.sqrt(dim), -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))

@@ -1,5 +1,6 @@
 """SmolLM2 against Hugging Face in float32: token for token, and log-prob for log-prob in the default dtype."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,9 +12,8 @@ from engines import Request, make_engine, run
 from flax import nnx
 
 from jpaged.config import DEFAULT_MODEL
+from jpaged.prefill_batch import prefill_batch
 from jpaged.sampling_params import SamplingParams
-from models.types import ForwardBatch
-from pallas_kernels import AttentionMetadata
 
 PROMPTS = json.loads((Path(__file__).parent.parent / "fixtures" / "smollm2_greedy.json").read_text())["prompts"]
 NUM_TOKENS = len(PROMPTS[0]["token_ids"])
@@ -37,34 +37,11 @@ def engine(request, programs_dir):
 
 def teacher_forced_logprobs(engine) -> np.ndarray:
     """log P of every expected token given all expected tokens before it, [prompts, tokens], from one paged prefill."""
-    runner, block_size = engine.runner, engine.spec.block_size
-    sequences = [p["prompt_token_ids"] + p["token_ids"] for p in PROMPTS]
-    ends = np.cumsum([len(ids) for ids in sequences])
-    num_tokens, num_rows, num_seqs = int(ends[-1]), len(PROMPTS) * NUM_TOKENS, len(PROMPTS)
-
-    def zeros(*shape: int) -> np.ndarray:
-        return np.zeros(shape, np.int32)
-
-    meta = AttentionMetadata(
-        seq_lens=zeros(num_seqs),
-        query_start_loc=zeros(num_seqs + 1),
-        block_tables=zeros(num_seqs, runner.spec.max_blocks_per_seq),
-        distribution=zeros(3),
-        slot_mapping=zeros(num_tokens),
-    )
-    batch = ForwardBatch(zeros(num_tokens), zeros(num_tokens), meta, zeros(num_rows))
-    next_block = 1
-    meta.query_start_loc[1:], meta.distribution[2] = ends, len(PROMPTS)
-    for i, (ids, end) in enumerate(zip(sequences, ends)):
-        tokens, positions = slice(end - len(ids), end), np.arange(len(ids))
-        batch.token_ids[tokens], batch.positions[tokens] = ids, positions
-        batch.logits_indices[i * NUM_TOKENS : (i + 1) * NUM_TOKENS] = end - 1 - NUM_TOKENS + np.arange(NUM_TOKENS)
-        num_blocks = -(-len(ids) // block_size)
-        meta.block_tables[i, :num_blocks] = next_block + np.arange(num_blocks)
-        meta.slot_mapping[tokens] = next_block * block_size + positions
-        meta.seq_lens[i] = len(ids)
-        next_block += num_blocks
-    assert next_block <= runner.spec.num_blocks
+    runner = engine.runner
+    batch, num_blocks = prefill_batch([p["prompt_token_ids"] + p["token_ids"] for p in PROMPTS], engine.spec.block_size)
+    assert num_blocks <= runner.spec.num_blocks
+    before = batch.logits_indices[:, None] - NUM_TOKENS + np.arange(NUM_TOKENS)  # the tokens that predict the expected
+    batch = dataclasses.replace(batch, logits_indices=before.ravel().astype(np.int32))
     model = nnx.merge(runner.step.graphdef, jax.tree.unflatten(runner.step.treedef, runner.leaves))
     expected = np.array([p["token_ids"] for p in PROMPTS]).reshape(-1, 1)
 

@@ -14,9 +14,11 @@ REQUESTS = [Request([7, 8, 9] * n, SamplingParams(temperature=0, max_tokens=6, i
 
 
 @pytest.fixture
-def engine(tmp_path):
+def engine(tmp_path, request):
     """With programs of its own: those of a wrong kernel must not be found by other tests."""
-    engine = make_engine(str(make_tiny_model(tmp_path)), str(tmp_path / "programs"), check_kernels=True)
+    engine = make_engine(
+        str(make_tiny_model(tmp_path)), str(tmp_path / "programs"), check_kernels=True, **getattr(request, "param", {})
+    )
     yield engine
     engine.close()
 
@@ -33,6 +35,9 @@ def stops(engine) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    "engine", [{}, pytest.param({"kv_cache_dtype": "int8"}, marks=pytest.mark.slow)], indirect=True, ids=str
+)
 def test_kernels_that_are_right_are_checked_and_nothing_changes(engine, monkeypatch):
     seen = []
 

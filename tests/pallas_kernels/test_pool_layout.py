@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import PoolLayout, make_pool, pool_struct
+from pallas_kernels import PoolLayout, kv_absmax, make_pool, pool_struct
 from pallas_kernels.layout import DTYPES
 from pallas_kernels.pool import logical_kv, pool_from_logical
 
@@ -89,6 +89,23 @@ def test_the_tpu_form_follows_its_registers():
         ((_, size, groups, packing, width),) = layout.shapes(5)
         assert (size, groups * packing, width, layout.padding_bytes_per_token) == (16, rows, lanes, padding), layout
         assert packing * jnp.dtype(dtype).itemsize == 4
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("form", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (8, 128)])
+def test_a_quantised_block_is_half_of_a_bfloat16_one(heads, dim, form, dtype):
+    plain, quantised = (PoolLayout(heads, dim, 16, name, form) for name in ("bfloat16", dtype))
+    assert 2 * quantised.bytes_per_block == plain.bytes_per_block
+
+
+@pytest.mark.parametrize("form", ["cpu", "gpu", "tpu"])
+def test_the_largest_magnitudes_of_some_blocks(form):
+    k, v = (np.random.default_rng(seed).normal(size=(7, 4, 3, 8)).astype(np.float32) for seed in (0, 1))
+    pool = pool_from_logical(k, v, PoolLayout(3, 8, 4, "float32", form))
+    ids = np.array([[1, 2], [5, 6]])
+    expected = np.stack([np.abs(x[ids]).max(axis=(1, 2, 4)) for x in (k, v)], axis=1)
+    np.testing.assert_array_equal(kv_absmax(pool, jnp.asarray(ids)), expected)
 
 
 @pytest.mark.parametrize(("form", "axis"), [("cpu", 1), ("gpu", 2), ("tpu", 2)])
