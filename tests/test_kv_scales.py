@@ -7,7 +7,6 @@ from jpaged.kv_scales import MARGIN, scales_of
 from jpaged.prefill_batch import prefill_batch
 from pallas_kernels import PoolLayout
 
-
 LAYOUTS = [PoolLayout(2, 8, 4, dtype) for dtype in ("int8", "float8_e4m3fn")]
 
 
