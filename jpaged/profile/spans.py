@@ -43,7 +43,7 @@ class HostProbe:
             (engine.runner, "submit", "dispatch"),
             (engine.in_flight, "retire", WAIT),
             (engine.scheduler, "update", "update"),
-            (engine, "_process", "detokenise"),
+            (engine.results, "process", "detokenise"),
         ]
 
     def __enter__(self) -> "HostProbe":

@@ -1,0 +1,70 @@
+"""Everything at once, in one batch and a pool too small for it: each request gives what it gives alone."""
+
+import random
+
+import pytest
+from engines import Request, assert_same, make_engine, run
+from tiny_model import make_tiny_model
+
+from jpaged.sampling_params import SamplingParams
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def make_requests() -> list[Request]:
+    rng = random.Random(4)
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(3, 250) for _ in range(length)]
+
+    def params(**fields) -> SamplingParams:
+        return SamplingParams(**{"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True, "logprobs": 2} | fields)
+
+    known = prompt(35)
+    beams = {"n": 4, "use_beam_search": True, "logprobs": None, "max_tokens": 12}
+    return [
+        Request(known, params()),
+        Request(prompt(20), params(n=4, temperature=1.0, seed=5)),
+        Request(prompt(18), params(**beams)),
+        Request(prompt(6) * 5, params()),
+        Request(known + prompt(3), params(temperature=0.8, top_p=0.9, seed=6)),  # the first one's prefix is cached
+        Request(prompt(25), params(presence_penalty=1.0, logit_bias={7: 3.0}, prompt_logprobs=1)),
+        Request(prompt(50), params(temperature=1.2, top_k=9, seed=7)),
+    ]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_each_request_gives_in_the_batch_what_it_gives_alone(model, programs_dir, overlap):
+    sizes = {"max_num_seqs": 16, "max_model_len": 128}
+    roomy = make_engine(model, programs_dir, enable_prefix_caching=False, **sizes)
+    requests = make_requests()
+    alone = [run(roomy, [request]) for request in requests]
+    assert roomy.scheduler.num_preemptions == 0
+    roomy.close()
+    small = make_engine(
+        model, programs_dir, num_blocks_override=21, preemption_mode="swap", async_scheduling=overlap, **sizes
+    )
+    swapped = []
+    swap_out = small.kv.swap_out
+
+    def counted(seq):
+        has_gone = swap_out(seq)
+        swapped.extend([seq.request_id] if has_gone else [])
+        return has_gone
+
+    small.kv.swap_out = counted
+    run(small, requests[:1])  # what it leaves in the cache is there for others, and for itself
+    together = run(small, requests, check_every_step=True)
+    for one in alone:
+        got, together = together[: len(one)], together[len(one) :]
+        if one[0].logprobs is None:  # beams
+            assert [output.token_ids for output in got] == [output.token_ids for output in one]
+        else:
+            assert_same(one, got)
+    assert swapped and small.metrics.prefix_cache_hits > 0
+    small.close()
