@@ -21,6 +21,7 @@ class RequestCheck:
     max_num_seqs: int
     num_eos_tokens: int
     scheduling_policy: str = "fcfs"
+    has_speculation: bool = False
 
     @classmethod
     def of(
@@ -28,7 +29,7 @@ class RequestCheck:
     ) -> Self:
         return cls(
             vocab_size, spec.max_model_len, max_position, spec.num_usable_tokens, config.max_logprobs, spec.block_size,
-            config.max_num_seqs, num_eos_tokens, config.scheduling_policy,
+            config.max_num_seqs, num_eos_tokens, config.scheduling_policy, config.speculative_config is not None,
         )  # fmt: skip
 
     def __call__(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -74,6 +75,8 @@ class RequestCheck:
         return min(self.max_model_len - num_prompt, num_each * self.block_size - num_prompt + 1)
 
     def _check_beams(self, params: SamplingParams) -> None:
+        if self.has_speculation:
+            raise ValueError("use_beam_search is true, but the engine has a speculative_config: it must be false")
         num_stops = len(params.stop_token_ids) + (0 if params.ignore_eos else self.num_eos_tokens)
         num_needed = num_candidates(params.n, num_stops)
         if num_needed > self.max_logprobs:

@@ -6,6 +6,7 @@ from copy import copy
 from enum import Enum, auto
 
 from jpaged.block_table import BlockTable
+from jpaged.drafter import Drafter
 from jpaged.prefix_cache import BlockHash
 from jpaged.sampling_params import SamplingParams
 from jpaged.swap_space import SwappedOut
@@ -32,15 +33,17 @@ class Sequence:
     num_computed_tokens: tokens whose KV is in the pool, or will be when the steps in flight have run. num_pending:
     tokens after token_ids that a step in flight samples; only the device knows them yet. row: the sequence's place in
     the batch builder's arrays while it runs. index: which of its request's samples it is. group: the `SequenceGroup` of
-    a request that has several. is_beam: the host must see each token before the next is computed. seed: 64 bits that,
-    with index and position, decide every draw. max_tokens: output tokens allowed, already cut to the context. order:
-    its place among all others, by priority and then arrival.
+    a request that has several. drafter: guesses its next tokens, where that is wanted. num_drafted: draft tokens that a
+    step in flight verifies; until its result is there, nobody knows where the sequence goes on. is_beam: the host must
+    see each token before the next is computed. seed: 64 bits that, with index and position, decide every draw.
+    max_tokens: output tokens allowed, already cut to the context. order: its place among all others, by priority and
+    then arrival.
     """
 
     __slots__ = (
         "request_id", "index", "group", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens",
         "num_cached_tokens", "num_pending", "block_table", "block_hashes", "status", "row", "seed", "max_tokens",
-        "stop_token_ids", "finish_reason", "stop_reason", "is_beam", "order", "swapped",
+        "stop_token_ids", "finish_reason", "stop_reason", "is_beam", "order", "swapped", "drafter", "num_drafted",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +55,7 @@ class Sequence:
         seed: int,
         max_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        drafter: Drafter | None = None,
     ):
         self.request_id = request_id
         self.index = 0
@@ -62,6 +66,8 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_pending = 0
+        self.num_drafted = 0
+        self.drafter = drafter
         self.num_cached_tokens: int | None = None  # prefix-cache hit at first admission
         self.block_table = BlockTable()
         self.block_hashes: list[BlockHash] = []  # of the full blocks of token_ids, as far as anyone asked
@@ -114,6 +120,8 @@ class Sequence:
         child.token_ids = list(self.token_ids)
         child.block_hashes = list(self.block_hashes)
         child.num_computed_tokens = child.num_pending = 0
+        child.num_drafted = 0
+        child.drafter = None if self.drafter is None else Drafter(self.drafter.config)
         child.block_table, child.row, child.status = BlockTable(), None, SequenceStatus.WAITING
         return child
 

@@ -65,4 +65,4 @@ class SequenceQueues:
         self.kv.free(seq)
         self._free_rows.append(seq.row)
         seq.row = None
-        seq.num_pending = 0
+        seq.num_pending = seq.num_drafted = 0
