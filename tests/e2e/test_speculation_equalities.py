@@ -103,6 +103,9 @@ def test_drafts_change_no_token_and_no_log_prob(speculating, expected):
         pytest.param(
             {"num_blocks_override": 20, "max_model_len": 192, "async_scheduling": False}, marks=pytest.mark.slow
         ),
+        pytest.param(
+            {"num_blocks_override": 20, "max_model_len": 192, "preemption_mode": "swap"}, marks=pytest.mark.slow
+        ),
         pytest.param({"block_size": 64, "enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param({"block_size": 4, "num_blocks_override": 80, "max_model_len": 192}, marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 16}, marks=pytest.mark.slow),
