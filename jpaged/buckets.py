@@ -28,8 +28,8 @@ def round_up(size: int, ladder: list[int]) -> int:
 class Buckets:
     """(T, R) of every program: padded tokens, and padded sampling rows.
 
-    R is as large as T when every token is a decode or a draft, and one of a few coarse sizes when chunks of prompts ride
-    along: a padded row of the head costs a fifth of a token of the body. max_num_rows says how many there are where
+    R is as large as T when every token is a decode or a draft, and one of a few coarse sizes when chunks of prompts
+    ride along: a padded row of the head costs a fifth of a token of the body. max_num_rows says how many there are where
     drafts need more than one a sequence.
     """
 

@@ -10,9 +10,9 @@ MAX_PAUSE = 64  # tokens between two attempts where nothing is ever accepted: 1.
 
 
 class Drafter:
-    """Of the draft tokens that came to be tested, one after another up to the first that was wrong, the recent part that
-    was right is the chance of the next one. Where it falls under WORTH_TRYING the drafter rests, and then tries one token:
-    after a second failure it rests twice as long, after a success it goes on as if nothing had happened before.
+    """Of the draft tokens that were tested, one after another up to the first that was wrong, the recent part that
+    was right is the chance of the next one. Where it falls under WORTH_TRYING the drafter rests, and then tries one
+    token: after a second failure it rests twice as long, after a success it goes on as if nothing had happened before.
     """
 
     __slots__ = ("config", "_index", "_num_right", "_num_tested", "_pause", "_resume_at")
