@@ -40,7 +40,9 @@ class BatchBuilder:
         self.vocab_size = vocab_size
         self.max_num_seqs = num_rows = config.max_num_seqs
         self.max_blocks = spec.max_blocks_per_seq
-        self.buckets = Buckets(config.max_num_batched_tokens, config.max_num_seqs, config.token_buckets)
+        self.buckets = Buckets(
+            config.max_num_batched_tokens, config.max_num_seqs, config.token_buckets, config.max_num_rows
+        )
         self.token_ids = np.zeros((num_rows, spec.max_model_len), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int32)  # of each row's table, as the device has it
         self.wants_logprobs = np.zeros(num_rows, bool)
@@ -60,7 +62,9 @@ class BatchBuilder:
         is_pending = starts >= known
         self.token_ids[rows[is_pending], starts[is_pending]] = -1 - rows[is_pending]
         is_sampled = starts + counts >= known
-        num_tokens, num_sampled = int(counts.sum()), len(plan.sampled)
+        for i, draft in enumerate(plan.drafts.values(), start=plan.num_decodes):
+            self.token_ids[rows[i], starts[i] + 1 : starts[i] + counts[i]] = draft
+        num_tokens, num_sampled = int(counts.sum()), plan.num_sampled_rows
         num_rows = num_sampled + plan.num_prompt_logprobs
 
         bucket = self.buckets.choose(num_tokens, num_rows, decodes_on=max(plan.limits, default=1) > 1)
@@ -74,15 +78,21 @@ class BatchBuilder:
         step.starts[: len(seqs)] = starts
         step.query_start_loc[1 : len(seqs) + 1] = ends
         step.query_start_loc[len(seqs) + 1 :] = num_tokens
-        step.distribution[:] = plan.num_decodes, plan.num_decodes, len(seqs)
+        step.distribution[:] = plan.num_decodes, plan.num_decodes + len(plan.drafts), len(seqs)
         sampled_rows, logits_indices = rows[is_sampled], (ends - 1)[is_sampled]
         if plan.forks:
             last = dict(zip(plan.sampled, logits_indices.tolist()))
+        if plan.drafts:  # a row for each of their tokens
+            number = np.arange(len(seqs)) - plan.num_decodes
+            each = np.where((number >= 0) & (number < len(plan.drafts)), counts, 1)[is_sampled]
+            logits_indices = np.repeat(logits_indices + 1 - np.cumsum(each), each) + np.arange(each.sum())
+            sampled_rows = np.repeat(sampled_rows, each)
+        if plan.forks:
             logits_indices = np.append(logits_indices, [last[fork.parent] for fork in plan.forks])
             sampled_rows = np.append(sampled_rows, [fork.child.row for fork in plan.forks])
         step.logits_indices[:num_sampled] = logits_indices
         step.sampled_rows[:num_sampled] = sampled_rows
-        step.limits[:num_sampled] = plan.limits
+        step.limits[: len(plan.limits)] = plan.limits  # several only where there are no drafts
         for i, copy in enumerate(plan.copies):
             step.block_copies[i] = copy.source.block_id, copy.destination.block_id
         row = num_sampled

@@ -28,18 +28,23 @@ def round_up(size: int, ladder: list[int]) -> int:
 class Buckets:
     """(T, R) of every program: padded tokens, and padded sampling rows.
 
-    R is as large as T when every token is a decode, and one of a few coarse sizes when chunks of prompts ride along: a
-    padded row of the head costs a fifth of a token of the body.
+    R is as large as T when every token is a decode or a draft, and one of a few coarse sizes when chunks of prompts
+    ride along: a padded row of the head costs a fifth of a token of the body. max_num_rows says how many there are where
+    drafts need more than one a sequence.
     """
 
-    def __init__(self, max_num_batched_tokens: int, max_num_seqs: int, token_buckets: tuple[int, ...] = ()):
+    def __init__(
+        self, max_num_batched_tokens: int, max_num_seqs: int, token_buckets: tuple[int, ...] = (), max_num_rows: int = 0
+    ):
         self.tokens = list(token_buckets) or bucket_ladder(max_num_batched_tokens)
-        self.max_rows = max(max_num_seqs, MIN_TOKEN_BUCKET)
+        self.max_num_seqs = max_num_seqs
+        self.max_rows = max(max_num_rows, max_num_seqs, MIN_TOKEN_BUCKET)
 
     def rows(self, num_tokens: int) -> list[int]:
         """The row buckets of the token bucket num_tokens."""
         largest = min(num_tokens, self.max_rows)
-        return [*(r for r in (32, 128) if 2 * r < largest), largest]
+        without_drafts = min(largest, max(self.max_num_seqs, MIN_TOKEN_BUCKET))
+        return sorted({*(r for r in (32, 128) if 2 * r < largest), without_drafts, largest})
 
     def choose(self, num_tokens: int, num_rows: int, *, decodes_on: bool = False) -> tuple[int, int]:
         """The smallest program that holds a step; that with all rows where the device is to decode several times."""

@@ -108,12 +108,12 @@ def _add_flag(group: argparse._ArgumentGroup, f: Field, hint: object) -> None:
             *names, action="extend", nargs="+", type=get_args(kind)[0], metavar=f.name.upper(), **options
         )
         return
-    parse = integer if kind is int else kind
-    choices = f.metadata.get("choices")
+    metavar, choices = f.metadata.get("metavar"), f.metadata.get("choices")
+    parse = integer if kind is int else str if metavar else kind  # what has a name of its own is read by the config
     if is_optional and kind is not str:
         parse = _or_unset(parse)
     group.add_argument(
-        *names, type=parse, choices=choices, metavar=None if choices else kind.__name__.upper(), **options
+        *names, type=parse, choices=choices, metavar=metavar or (None if choices else kind.__name__.upper()), **options
     )
 
 

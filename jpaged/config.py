@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 
+from jpaged.speculative_config import SpeculativeConfig
+
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_BLOCK_SIZE = {"cpu": 64}  # by platform; 16 elsewhere
 POOL_DTYPES = {  # by the names of kv_cache_dtype
@@ -97,6 +99,12 @@ class EngineConfig:
     num_scheduler_steps: int = _option(
         1, "decodes that the device may run in a row before the host is asked, where every sequence allows it"
     )
+    speculative_config: SpeculativeConfig | None = _option(
+        None,
+        "guess tokens ahead and verify them in one step, as JSON: "
+        '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}',
+        metavar="JSON",
+    )
     async_scheduling: bool = _option(True, "plan the next step while the device runs the present one")
     max_logprobs: int = _option(20, "the most log-probs that a request may ask for at a position")
 
@@ -145,6 +153,30 @@ class EngineConfig:
                 f"the largest of token_buckets ({self.token_buckets[-1]}) must be max_num_batched_tokens "
                 f"({self.max_num_batched_tokens})"
             )
+        if self.speculative_config is not None:
+            self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        if self.num_scheduler_steps > 1:
+            raise ValueError(
+                f"num_scheduler_steps ({self.num_scheduler_steps}) must be 1 with speculative_config: the host sees "
+                "each draft's result before the next"
+            )
+        num_drafted = self.speculative_config.num_speculative_tokens
+        if self.max_num_batched_tokens < self.max_num_seqs + num_drafted:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}) and num_speculative_tokens ({num_drafted}) together"
+            )
+
+    @property
+    def max_num_rows(self) -> int:
+        """The most rows of logits that a step has: one a sequence, and one for each draft token."""
+        if self.speculative_config is None:
+            return self.max_num_seqs
+        num_drafted = self.speculative_config.num_speculative_tokens
+        return min(self.max_num_seqs * (1 + num_drafted), self.max_num_batched_tokens)
 
     def block_size_on(self, platform: str) -> int:
         """The block size that was asked for, or the platform's own."""

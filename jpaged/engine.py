@@ -107,6 +107,7 @@ class LLMEngine:
             max_tokens=self.validate.max_tokens(len(prompt_token_ids), params),
             eos_token_ids=self.tokenizer.eos_token_ids,
             bad_words=bad_word_tokens(params.bad_words, self.tokenizer),
+            drafter=self.scheduler.speculation.drafter_for(params),
         )
         seqs = SequenceGroup(seq, params.num_samples).sequences if params.num_samples > 1 else [seq]
         self.requests[request_id] = RequestState(seqs, self.tokenizer, arrival_time or time.monotonic())
@@ -211,7 +212,7 @@ class LLMEngine:
         return debug.memory_map(self.snapshot(), self.tokenizer.decode)
 
     def stats(self) -> dict[str, float]:
-        """What is in the engine now: sequences, and the blocks that they hold and share."""
+        """What is in the engine now, sequences and the blocks that they hold and share; and what came of all drafts."""
         pool = self.kv.pool
         return {
             "num_running": len(self.scheduler.running),
@@ -220,6 +221,8 @@ class LLMEngine:
             "num_physical_blocks": pool.num_used,
             "kv_cache_usage": self.kv.usage,
             "kv_cache_sharing": self.kv.sharing,
+            "spec_decode_num_draft_tokens": self.metrics.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": self.metrics.num_accepted_tokens,
         }
 
     def close(self) -> None:

@@ -14,21 +14,21 @@ def finish_kept_rows(runner: ModelRunner, plan: SchedulerOutput, result: StepRes
     """
     if not result.kept_logits:
         return
-    rows = [(index, seq) for index, seq in enumerate(plan.sampled) if seq.params.logits_processors]
-    for (index, seq), logits in zip(rows, result.kept_logits, strict=True):
-        if seq.is_finished or result.token_ids[index][0] < 0:  # aborted, or there is nothing to process
+    rows = [(row, seq) for row, seq in zip(plan.first_rows, plan.sampled) if seq.params.logits_processors]
+    for (row, seq), logits in zip(rows, result.kept_logits, strict=True):
+        if seq.is_finished or result.token_ids[row][0] < 0:  # aborted, or there is nothing to process
             continue
         try:
             processed = process_logits(seq.params.logits_processors, seq.output_token_ids, logits)
         except LogitsProcessorFailed as failure:
             seq.error = str(failure)
-            result.token_ids[index] = [NOT_PROCESSED]
+            result.token_ids[row] = [NOT_PROCESSED]
             continue
         try:
             sampled = runner.choose_token(seq.row, seq.num_tokens, processed)
         except Exception as error:  # as where a step is read
             raise StepFailed(plan, error) from error
-        result.token_ids[index] = sampled.token_ids.tolist()
+        result.token_ids[row] = sampled.token_ids.tolist()
         if result.logprobs is not None:
             for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
-                getattr(result.logprobs, name)[index] = getattr(sampled, name)[0]
+                getattr(result.logprobs, name)[row] = getattr(sampled, name)[0]

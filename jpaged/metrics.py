@@ -44,6 +44,8 @@ class StepStats:
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     num_swapped_out: int = 0  # of these
+    num_draft_tokens: int = 0  # computed because they might come next
+    num_accepted_tokens: int = 0  # of these, did
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
     host_gap_seconds: float = 0.0  # the device waited for the host this long before the step
@@ -69,6 +71,8 @@ class EngineMetrics:
         self.prefix_cache_hits = 0
         self.num_preemptions = 0
         self.num_swapped_out = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.padding_tokens = 0
@@ -96,6 +100,8 @@ class EngineMetrics:
         self.prefix_cache_hits += stats.prefix_cache_hits
         self.num_preemptions += stats.num_preemptions
         self.num_swapped_out += stats.num_swapped_out
+        self.num_draft_tokens += stats.num_draft_tokens
+        self.num_accepted_tokens += stats.num_accepted_tokens
         self.prompt_tokens += stats.num_prompt_tokens
         self.generation_tokens += stats.num_generation_tokens
         self.padding_tokens += stats.num_padding_tokens
@@ -210,6 +216,8 @@ class EngineMetrics:
             ("prefix_cache_hits", "Tokens found in the prefix cache", self.prefix_cache_hits),
             ("num_preemptions", "Requests preempted for want of blocks", self.num_preemptions),
             ("num_swapped_out", "Preempted requests whose blocks went to host memory", self.num_swapped_out),
+            ("spec_decode_num_draft_tokens", "Tokens drafted ahead and verified", self.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were right", self.num_accepted_tokens),
             ("prompt_tokens", "Prompt tokens computed", self.prompt_tokens),
             ("generation_tokens", "Tokens generated", self.generation_tokens),
             ("padding_tokens", "Tokens computed only to fill a bucket", self.padding_tokens),
@@ -230,11 +238,7 @@ class EngineMetrics:
             ("host_gap_seconds", "How long the device waited for the host before a step", self.host_gap),
             ("time_to_first_token_seconds", "From arrival to the first token", self.time_to_first_token),
             ("inter_token_latency_seconds", "Between two tokens of a request", self.inter_token_latency),
-            (
-                "request_time_per_output_token_seconds",
-                "Mean time between tokens of a request",
-                self.time_per_output_token,
-            ),
+            ("request_time_per_output_token_seconds", "Between a request's tokens, mean", self.time_per_output_token),
             ("e2e_request_latency_seconds", "From arrival to the end", self.e2e_latency),
             ("request_queue_time_seconds", "From arrival to the first step", self.queue_time),
             ("request_prefill_time_seconds", "From the first step to the first token", self.prefill_time),

@@ -111,7 +111,9 @@ class ModelRunner:
         self.step = StepFunction(config, self.model_config, self.mesh)
         self.layout = self.step.layout
         weights = load_state(checkpoint, self.step.abstract_state)
-        self.buckets = Buckets(config.max_num_batched_tokens, config.max_num_seqs, config.token_buckets)
+        self.buckets = Buckets(
+            config.max_num_batched_tokens, config.max_num_seqs, config.token_buckets, config.max_num_rows
+        )
         self.memory = plan_step_memory(self.step, self.buckets)
         self.spec = self.memory.spec
         self._program_cache = ProgramCache(cache_dir(config.compilation_cache_dir), self._fingerprint())

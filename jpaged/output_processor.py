@@ -80,21 +80,29 @@ class SampleState:
         self.cumulative_logprob = 0.0  # kept where samples are ranked by it
         self.is_open = True
 
-    def advance(self, token_ids: list[int], logprobs: TokenLogprobs | None) -> OutputDelta:
-        """The delta of one more token, or of several where the request has neither stop strings nor log-probs.
+    def advance(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> OutputDelta:
+        """The delta of the tokens that the sequence has more.
 
-        Where it completes a stop string, the delta says so and the caller ends the sequence.
+        Where one completes a stop string, it is the last, here and in the sequence; the delta says so and the caller
+        ends the sequence.
         """
         seq, checker = self.seq, self.stop_checker
-        may_stop = seq.num_output_tokens >= seq.params.min_tokens
-        text = checker.push("".join(map(self.detokenizer.push, token_ids)), may_stop=may_stop)
+        num_before = seq.num_output_tokens - len(token_ids)
+        text, may_stop = "", num_before >= seq.params.min_tokens
+        for number, token_id in enumerate(token_ids, start=1):
+            may_stop = num_before + number >= seq.params.min_tokens
+            text += checker.push(self.detokenizer.push(token_id), may_stop=may_stop)
+            if checker.stop_string is not None:
+                del token_ids[number:], seq.token_ids[seq.num_prompt_tokens + num_before + number :]
+                logprobs = logprobs and logprobs[:number]
+                break
         if seq.is_finished:
             text += checker.push(self.detokenizer.flush(), may_stop=may_stop) + checker.flush()
         delta = OutputDelta(
             request_id=seq.request_id,
             text=text,
             token_ids=token_ids,
-            logprobs=None if logprobs is None else [logprobs],
+            logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,

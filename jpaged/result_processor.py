@@ -47,9 +47,17 @@ class ResultProcessor:
             elif state.metrics.first_token_time is None:
                 state.metrics.first_token_time = now
             sample.last_token_time = now
+            logprobs = None
+            if seq.params.logprobs is not None:
+                logprobs = [
+                    token_logprobs(seq.params.logprobs, token_id, result, at, self.tokenizer)
+                    for at, token_id in enumerate(token_ids, start=row)
+                ]
+            delta = sample.advance(token_ids, logprobs)
             if seq.params.is_ranked:
-                sample.cumulative_logprob += float(result.logprobs.logprobs[row])
-            delta = sample.advance(token_ids, token_logprobs(seq.params.logprobs, token_ids[0], result, row, self.tokenizer))
+                sample.cumulative_logprob = sum(
+                    result.logprobs.logprobs[row : row + len(token_ids)].tolist(), sample.cumulative_logprob
+                )
             if delta.finish_reason is not None:
                 self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler has ended it
                 seq.finish_reason, seq.stop_reason = delta.finish_reason, delta.stop_reason
@@ -62,7 +70,7 @@ class ResultProcessor:
 
     def take_prompt_logprobs(self, plan: SchedulerOutput, result: StepResult) -> None:
         """Gives requests the log-probs of their prompts' tokens. Their rows come after those of the sampled tokens."""
-        row = len(plan.sampled)
+        row = plan.num_sampled_rows
         for seq, first, end in plan.prompt_logprobs:
             state = self.requests.get(seq.request_id)
             if state is not None and (sample := state.samples[seq.index]).seq is seq:
@@ -99,7 +107,7 @@ class ResultProcessor:
             return []
         moves = beams.advance()
         if moves is not None:
-            self.scheduler.move_beams(beams.sequences, moves)
+            self.scheduler.beam_rows.move(beams.sequences, moves)
             return []
         deltas = []
         for sample, hypothesis in zip(state.samples, beams.hypotheses, strict=True):

@@ -4,8 +4,8 @@ from collections import deque
 
 from jpaged.admission import Admission
 from jpaged.beam_rows import BeamRows
-from jpaged.beam_search import Move
 from jpaged.config import EngineConfig
+from jpaged.decode_run import num_decodes_in_a_row
 from jpaged.errors import NOT_FINITE, TOKEN_ERRORS
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.preemption import Preemption, warn_of_preemption
@@ -13,6 +13,7 @@ from jpaged.rows import Rows
 from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import FinishReason, Sequence, SequenceStatus
 from jpaged.sequence_queues import SequenceQueues
+from jpaged.speculation import Speculation
 
 
 class Scheduler:
@@ -43,6 +44,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.in_flight: deque[SchedulerOutput] = deque()  # planned, result not yet seen
         self.beam_rows = BeamRows(kv)
+        self.speculation = Speculation(config, kv)
 
     @property
     def has_work(self) -> bool:
@@ -61,15 +63,24 @@ class Scheduler:
         Empty when there is nothing to compute: nothing runs or waits, or all that runs is in flight with its last token.
         """
         plan = SchedulerOutput()
+        num_verified = max((len(earlier.drafts) for earlier in self.in_flight), default=0)
+        if self.speculation.must_wait(num_verified, len(self.running)):
+            return plan
+        may_draft = not num_verified and not self.forks  # drafts keep step with one another
         budget, block_size = self.max_num_batched_tokens, self.kv.block_size
         running, chunks = list(self.running), {}
         for i, seq in enumerate(running):  # of the budget there is always a token left for each that comes later
-            if seq.num_pending and (seq.sits_out or seq.num_tokens_left == 0):  # or its last token is on its way
-                continue
+            if seq.num_pending and (seq.sits_out or seq.num_drafted or seq.num_tokens_left == 0):
+                continue  # the host must see what is pending, or it is the last
             num_missing = len(seq.token_ids) + seq.num_pending - seq.num_computed_tokens
             num_tokens = 1 if num_missing == 1 else min(num_missing, budget - (len(running) - i - 1))
+            if num_missing == 1 and seq.drafter is not None and may_draft:
+                if draft := self.speculation.draft(seq, budget - (len(running) - i), len(running), plan):
+                    budget -= 1 + len(draft)
+                    continue
             if num_missing > 1 and seq.lacks_prompt_logprobs:
-                num_rows = self.max_num_seqs - len(self.forks) - len(chunks) - (len(running) - i - 1)
+                num_others = len(self.forks) + len(chunks) + len(plan.drafts) + len(running) - i - 1
+                num_rows = self.max_num_seqs - num_others
                 num_tokens = plan.as_many_as_have_rows(seq, seq.num_computed_tokens, num_tokens, num_rows)
             blocks = seq.block_table.blocks
             has_room = (
@@ -87,6 +98,8 @@ class Scheduler:
                     chunks[seq] = num_tokens
                     plan.add_prompt_logprobs(seq, num_tokens)
                 budget -= num_tokens
+        if plan.drafts:
+            plan.add_drafts()
         plan.num_scheduled_tokens.update({seq: n for seq, n in chunks.items() if seq.status is SequenceStatus.RUNNING})
         if not plan.num_preempted:
             self.admission.admit_waiting(budget, plan)
@@ -96,11 +109,16 @@ class Scheduler:
 
     def _commit(self, plan: SchedulerOutput) -> None:
         """Counts what is scheduled as computed, and what it samples as pending."""
-        starts, sampled, limits = plan.starts, plan.sampled, plan.limits
-        num_steps = self._num_decodes_in_a_row(plan)
+        starts, sampled, limits, drafts = plan.starts, plan.sampled, plan.limits, plan.drafts
+        num_steps = 1
+        if self.num_scheduler_steps > 1 and not self.waiting and not self.forks:  # nobody waits to come in
+            num_steps = num_decodes_in_a_row(plan, self.kv, self.num_scheduler_steps)
         for seq, num_tokens in plan.num_scheduled_tokens.items():
             start = seq.num_computed_tokens
             starts.append(start)
+            if drafts and seq in drafts:
+                seq.num_drafted = num_tokens - 1
+                num_tokens = 1  # the rest counts when it is accepted
             end = start + num_tokens
             if end == len(seq.token_ids) + seq.num_pending:
                 limit = 1 if num_steps == 1 else min(num_steps, seq.num_tokens_left)
@@ -125,40 +143,28 @@ class Scheduler:
             seq.num_prompt_logprobs = end
         self.in_flight.append(plan)
 
-    def _num_decodes_in_a_row(self, plan: SchedulerOutput) -> int:
-        """How often the device may decode before the host is asked: more than once only where everyone decodes, nobody
-        waits to come in, every sequence is judged by its tokens alone, and there are blocks for all of it."""
-        is_alone = not self.waiting and not self.forks and plan.num_decodes == len(plan.num_scheduled_tokens)
-        if self.num_scheduler_steps == 1 or not is_alone:
-            return 1
-        most = min(self.num_scheduler_steps, max(seq.num_tokens_left for seq in plan.num_scheduled_tokens))
-        for seq in plan.num_scheduled_tokens:
-            if seq.params.stop or seq.params.needs_logprobs or seq.sits_out:
-                return 1
-            if self.kv.allocate_slots(seq, min(most, seq.num_tokens_left)) is None:
-                return 1
-        return most
-
     def update(self, plan: SchedulerOutput, token_ids: list[list[int]]) -> list[tuple[int, Sequence, list[int]]]:
-        """Takes the result of the oldest step in flight: token_ids are those of each of plan.sampled, in order, at least
-        as many as its limit. Frees what is finished.
+        """Takes the result of the oldest step in flight: token_ids are those of each of its sampling rows, in order: at
+        least as many as the sequence's limit. Frees what is finished.
 
-        Returns (index in plan.sampled, sequence, tokens appended) for each sequence that had not ended before; tokens
-        after an end are dropped. One of TOKEN_ERRORS in place of a token ends its sequence, and says so in its error.
-        Beams get no tokens: `move_beams` follows.
+        Returns (its first row, sequence, tokens appended) for each sequence that had not ended before; tokens after an
+        end are dropped. One of TOKEN_ERRORS in place of a token ends its sequence, and says so in its error. Beams get no
+        tokens: `beam_rows.move` follows.
         """
         assert self.in_flight and self.in_flight[0] is plan, "results must come in the order of the plans"
         self.in_flight.popleft()
         if plan.num_decodes < len(plan.num_scheduled_tokens):
             self._cache_prompts(plan)
+        rows = range(len(token_ids)) if not plan.drafts else plan.first_rows
+        token_ids = token_ids if not plan.drafts else self.speculation.verify(plan, token_ids)
         appended = []
-        for index, (seq, tokens, limit) in enumerate(zip(plan.sampled, token_ids, plan.limits, strict=True)):
+        for row, seq, tokens, limit in zip(rows, plan.sampled, token_ids, plan.limits, strict=True):
             if seq.is_finished:
                 continue
             before = len(seq.token_ids)
             seq.num_pending -= limit
             if seq.is_beam and tokens[0] >= 0:  # what it goes on with is decided when all of its group are known
-                appended.append((index, seq, []))
+                appended.append((row, seq, []))
                 continue
             reason = None
             for token_id in tokens[:limit]:
@@ -168,7 +174,7 @@ class Scheduler:
                 reason = seq.append(token_id)
                 if reason is not None:
                     break
-            appended.append((index, seq, seq.token_ids[before:]))
+            appended.append((row, seq, seq.token_ids[before:]))
             if (before - 1) // self.kv.block_size != (len(seq.token_ids) - 1) // self.kv.block_size:
                 self.kv.cache_full_blocks(seq, before - 1, len(seq.token_ids) - 1)
             if reason is not None:
@@ -177,15 +183,11 @@ class Scheduler:
                 self.finish(seq, reason)
         return appended
 
-    def move_beams(self, beams: list[Sequence], moves: list[Move]) -> None:
-        """Lets each beam of a group go on from its parent."""
-        self.beam_rows.move(beams, moves)
-
     def _cache_prompts(self, plan: SchedulerOutput) -> None:
         """Makes what a step has computed of prompts findable; a last token's turn comes with the one sampled after it."""
         sampled = set(plan.sampled)
         for (seq, num_tokens), start in zip(plan.num_scheduled_tokens.items(), plan.starts):
-            if not seq.is_finished:
+            if not seq.is_finished and seq not in plan.drafts:
                 self.kv.cache_full_blocks(seq, start, start + num_tokens - (seq in sampled))
 
     def finish(self, seq: Sequence, reason: str) -> None:

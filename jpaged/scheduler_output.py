@@ -1,16 +1,17 @@
 """SchedulerOutput: one step's plan."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from jpaged.kv_cache_manager import BlockCopy
-from jpaged.sequence import Sequence
+from jpaged.sequence import Sequence, SequenceStatus
 from jpaged.sequence_group import Fork
 from jpaged.swap_space import SwappedOut
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step's plan. The order of num_scheduled_tokens is the order of the batch: single-token rows come first."""
+    """One step's plan. The order of num_scheduled_tokens is the order of the batch: single-token rows, drafts, chunks."""
 
     num_scheduled_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # the first position computed of each, in the same order
@@ -22,6 +23,9 @@ class SchedulerOutput:
     num_extra_rows: int = 0  # of logits, for them, beyond one a sequence
     is_cut: bool = False  # a prompt goes on in the next step for want of such rows: nobody new comes in before it ends
     num_decodes: int = 0
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # what is verified after the next token of each
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of these, as far as the results are seen
     admitted: list[Sequence] = field(default_factory=list)  # have a new row and a new block table
     num_preempted: int = 0
     swapped_out: list[SwappedOut] = field(default_factory=list)  # to be copied before the step runs, first these,
@@ -34,11 +38,28 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
 
+    @property
+    def num_sampled_rows(self) -> int:
+        """Rows of logits that yield the tokens of `sampled`."""
+        return len(self.sampled) + self.num_draft_tokens
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The first row of each of `sampled`; one with a draft has a row for each token of it, too."""
+        rows = [1 + len(self.drafts.get(seq, ())) for seq in self.sampled]
+        return [end - num_rows for end, num_rows in zip(accumulate(rows), rows)]
+
     def sample_fork(self, fork: Fork) -> None:
         """The child's next token comes from the parent's hidden state, like the parent's own."""
         self.sampled.append(fork.child)
         self.limits.append(1)
         self.forks.append(fork)
+
+    def add_drafts(self) -> None:
+        """Schedules the drafts of those that nobody has preempted since they were made."""
+        self.drafts = {seq: draft for seq, draft in self.drafts.items() if seq.status is SequenceStatus.RUNNING}
+        self.num_scheduled_tokens.update({seq: 1 + len(draft) for seq, draft in self.drafts.items()})
+        self.num_draft_tokens = sum(map(len, self.drafts.values()))
 
     def drop(self, seq: Sequence) -> None:
         """Takes a sequence out of a plan that is still being made."""

@@ -6,6 +6,7 @@ from copy import copy
 from enum import Enum, auto
 
 from jpaged.block_table import BlockTable
+from jpaged.drafter import Drafter
 from jpaged.prefix_cache import BlockHash
 from jpaged.sampling_params import SamplingParams
 from jpaged.swap_space import SwappedOut
@@ -32,18 +33,20 @@ class Sequence:
     num_computed_tokens: tokens whose KV is in the pool, or will be when the steps in flight have run. num_pending:
     tokens after token_ids that a step in flight samples; only the device knows them yet. row: the sequence's place in
     the batch builder's arrays while it runs. edit_slot: its place in the device's `LogitsEdits` while it runs, 0 for
-    none. index: which of its request's samples it is. group: the `SequenceGroup` of a request that has several. sits_out:
-    no step is planned with it before the host has seen its last token, as of every beam. seed: 64 bits that, with index
-    and position, decide every draw. max_tokens: output tokens allowed, already cut to the context. bad_words: as token
-    ids. num_prompt_logprobs: how many tokens of the prompt have their log-probs, the steps in flight included. error: why
-    the engine gave it up. order: its place among all others, by priority and then arrival.
+    none. index: which of its request's samples it is. group: the `SequenceGroup` of a request that has several. drafter:
+    guesses its next tokens, where that is wanted. num_drafted: draft tokens that a step in flight verifies; until its
+    result is there, nobody knows where the sequence goes on. sits_out: no step is planned with it before the host has
+    seen its last token, as of every beam. seed: 64 bits that, with index and position, decide every draw. max_tokens:
+    output tokens allowed, already cut to the context. bad_words: as token ids. num_prompt_logprobs: how many tokens of
+    the prompt have their log-probs, the steps in flight included. error: why the engine gave it up. order: its place
+    among all others, by priority and then arrival.
     """
 
     __slots__ = (
         "request_id", "index", "group", "params", "token_ids", "num_prompt_tokens", "num_computed_tokens",
         "num_cached_tokens", "num_pending", "num_prompt_logprobs", "block_table", "block_hashes", "status", "row",
         "edit_slot", "is_beam", "sits_out", "seed", "max_tokens", "stop_token_ids", "bad_words", "finish_reason",
-        "stop_reason", "error", "order", "swapped",
+        "stop_reason", "error", "order", "swapped", "drafter", "num_drafted",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +59,7 @@ class Sequence:
         max_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
         bad_words: list[list[int]] | None = None,
+        drafter: Drafter | None = None,
     ):
         self.request_id = request_id
         self.index = 0
@@ -67,6 +71,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.num_prompt_logprobs = 0
+        self.num_drafted = 0
+        self.drafter = drafter
         self.num_cached_tokens: int | None = None  # prefix-cache hit at first admission
         self.block_table = BlockTable()
         self.block_hashes: list[BlockHash] = []  # of the full blocks of token_ids, as far as anyone asked
@@ -129,6 +135,8 @@ class Sequence:
         child.block_hashes = list(self.block_hashes)
         child.num_computed_tokens = child.num_pending = 0
         child.num_prompt_logprobs = child.num_prompt_tokens  # the first sample's are the request's
+        child.num_drafted = 0
+        child.drafter = None if self.drafter is None else Drafter(self.drafter.config)
         child.block_table, child.row, child.status = BlockTable(), None, SequenceStatus.WAITING
         return child
 

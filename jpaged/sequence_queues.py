@@ -68,4 +68,4 @@ class SequenceQueues:
         self.running.remove(seq)
         self.kv.free(seq)
         self.rows.give_back(seq)
-        seq.num_pending = 0
+        seq.num_pending = seq.num_drafted = 0

@@ -44,6 +44,8 @@ class StepInFlight:
             num_generation_tokens=num_generated,
             num_preemptions=plan.num_preempted,
             num_swapped_out=len(plan.swapped_out),
+            num_draft_tokens=plan.num_draft_tokens,
+            num_accepted_tokens=plan.num_accepted_tokens,
             prefix_cache_queries=plan.num_prefix_queries,
             prefix_cache_hits=plan.num_prefix_hits,
             host_gap_seconds=self.idle_seconds,

@@ -94,6 +94,16 @@ def test_users_of_vllm_find_their_flags():
     assert (config.device_memory_utilization, config.tensor_parallel_size, config.max_model_len) == (0.5, 2, None)
 
 
+def test_a_flag_may_be_json(capsys):
+    text = '{"method": "ngram", "num_speculative_tokens": 3}'
+    config = parse("--speculative-config", text, config_class=EngineConfig).speculative_config
+    assert (config.num_speculative_tokens, config.prompt_lookup_max) == (3, 4)
+    assert parse("--speculative-config", "none", config_class=EngineConfig).speculative_config is None
+    with pytest.raises(SystemExit):
+        Parser(prog="test").parse(["--speculative-config", '{"method": "draft_model"}'])
+    assert "method must be ngram, got 'draft_model'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("1k", 1000), ("1K", 1024), ("2M", 2**21), ("3g", 3 * 10**9), ("-1", -1), ("1_000", 1000)]
 )

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from jpaged.config import CacheSpec, EngineConfig, resolve_max_model_len
+from jpaged.speculative_config import SpeculativeConfig
 
 REFUSED = [
     ({"block_size": 0}, ["block_size", "at least 1", "got 0"]),
@@ -32,6 +33,21 @@ REFUSED = [
         {"max_num_batched_tokens": 100, "max_num_seqs": 101},
         ["max_num_batched_tokens (100)", "max_num_seqs (101)"],
     ),
+    ({"speculative_config": {"method": "eagle"}}, ["speculative_config", "method", "ngram", "'eagle'"]),
+    ({"speculative_config": {"model": "x"}}, ["speculative_config", "'model'", "num_speculative_tokens"]),
+    ({"speculative_config": {"num_speculative_tokens": 0}}, ["num_speculative_tokens", "1 to 64", "got 0"]),
+    ({"speculative_config": {"num_speculative_tokens": 65}}, ["num_speculative_tokens", "1 to 64", "got 65"]),
+    ({"speculative_config": {"num_speculative_tokens": True}}, ["num_speculative_tokens", "integer", "got True"]),
+    ({"speculative_config": {"prompt_lookup_min": 0}}, ["prompt_lookup_min", "1 to 32", "got 0"]),
+    ({"speculative_config": {"prompt_lookup_max": 33}}, ["prompt_lookup_max", "1 to 32", "got 33"]),
+    ({"speculative_config": {"prompt_lookup_max": 1}}, ["prompt_lookup_min (2)", "prompt_lookup_max (1)"]),
+    ({"speculative_config": [4]}, ["speculative_config", "JSON object", "[4]"]),
+    ({"speculative_config": "{4"}, ["speculative_config", "not JSON"]),
+    (
+        {"speculative_config": {}, "max_num_seqs": 8, "max_num_batched_tokens": 11},
+        ["max_num_batched_tokens (11)", "max_num_seqs (8)", "num_speculative_tokens (4)"],
+    ),
+    ({"speculative_config": {}, "num_scheduler_steps": 2}, ["num_scheduler_steps (2)", "speculative_config"]),
     ({"max_num_batched_tokens": 1, "max_num_seqs": 1}, ["max_num_batched_tokens (1)", "at least", "2"]),
 ]
 
@@ -71,6 +87,13 @@ def test_configuration_never_changes_after_it_was_checked():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig().block_size = 8
     assert EngineConfig(served_model_name=["a", "b"]).served_model_name == ("a", "b")
+
+
+def test_speculation_is_off_and_what_is_not_said_of_it_has_a_default():
+    assert EngineConfig().speculative_config is None
+    ngram = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4)
+    assert EngineConfig(speculative_config={"method": "ngram"}).speculative_config == ngram
+    assert EngineConfig(speculative_config='{"prompt_lookup_min": 1}').speculative_config.prompt_lookup_min == 1
 
 
 def test_spec_counts_the_null_block_out_and_a_part_of_a_block_in():

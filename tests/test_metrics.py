@@ -12,6 +12,7 @@ from jpaged.outputs import RequestMetrics
 NAMES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_cache_sharing_ratio", "cache_config_info",
     "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_swapped_out", "prompt_tokens", "generation_tokens",
+    "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "request_success", "admission_rejections", "time_to_first_token_seconds", "inter_token_latency_seconds",
     "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
@@ -56,6 +57,8 @@ def test_steps_add_up_and_levels_follow_the_last(metrics):
                 num_prompt_tokens=8,
                 num_generation_tokens=2,
                 num_preemptions=1,
+                num_draft_tokens=8,
+                num_accepted_tokens=5,
                 prefix_cache_queries=8,
                 prefix_cache_hits=4,
                 host_gap_seconds=1e-4,
@@ -70,6 +73,8 @@ def test_steps_add_up_and_levels_follow_the_last(metrics):
     assert read["jpaged:generation_tokens_total"] == 4
     assert read["jpaged:padding_tokens_total"] == 12
     assert read["jpaged:num_preemptions_total"] == 2
+    assert read["jpaged:spec_decode_num_draft_tokens_total"] == 16
+    assert read["jpaged:spec_decode_num_accepted_tokens_total"] == 10
     assert read["jpaged:prefix_cache_queries_total"] == 16
     assert read["jpaged:prefix_cache_hits_total"] == 8
     assert read["jpaged:iteration_tokens_total_count"] == 2

@@ -28,7 +28,7 @@ def advance(state, token_id, logprobs=None):
     reason = state.seq.append(token_id)
     if reason is not None:
         state.seq.finish_reason, state.seq.status = reason, SequenceStatus.FINISHED
-    return state.advance([token_id], logprobs)
+    return state.advance([token_id], logprobs and [logprobs])
 
 
 def advance_all(state, ids):
@@ -178,3 +178,17 @@ def test_rank_of_a_chosen_token_that_ties_with_the_best_is_the_samplers():
     sampled = Sampled(*map(np.array, ([7], [-1.0], [1], [[3, 7]], [[-1.0, -1.0]])))
     got = token_logprobs(2, 7, StepResult([7], sampled), 0, TOKENIZER)
     assert [(token, entry.rank) for token, entry in got.items()] == [(7, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(("min_tokens", "num_left"), [(0, 2), (3, 4)])
+def test_several_tokens_end_at_the_one_that_completes_a_stop_string(min_tokens, num_left):
+    """As if they had come one by one, though the sequence has ended at a later one meanwhile."""
+    state, ids = make("one two three two", stop=["two"], min_tokens=min_tokens)
+    for token_id in ids:
+        state.seq.append(token_id)
+    state.seq.finish_reason, state.seq.status = "length", SequenceStatus.FINISHED
+    delta = state.advance(ids, [{token_id: None} for token_id in ids])
+    assert (delta.finish_reason, delta.stop_reason) == ("stop", "two")
+    assert delta.text == "one two three two"[: 4 if num_left == 2 else 14]
+    assert delta.token_ids == state.seq.output_token_ids == TOKENIZER.encode("one two three two")[:num_left]
+    assert len(delta.logprobs) == num_left

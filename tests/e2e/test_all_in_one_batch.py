@@ -47,8 +47,9 @@ def test_each_request_gives_in_the_batch_what_it_gives_alone(model, programs_dir
     assert roomy.scheduler.num_preemptions == 0
     roomy.close()
     small = make_engine(
-        model, programs_dir, num_blocks_override=21, preemption_mode="swap", async_scheduling=overlap, **sizes
-    )
+        model, programs_dir, num_blocks_override=21, preemption_mode="swap", async_scheduling=overlap,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3}, **sizes,
+    )  # fmt: skip
     swapped = []
     swap_out = small.kv.swap_out
 
@@ -66,5 +67,5 @@ def test_each_request_gives_in_the_batch_what_it_gives_alone(model, programs_dir
             assert [output.token_ids for output in got] == [output.token_ids for output in one]
         else:
             assert_same(one, got)
-    assert swapped and small.metrics.prefix_cache_hits > 0
+    assert swapped and small.metrics.prefix_cache_hits > 0 and small.metrics.num_accepted_tokens > 0
     small.close()
