@@ -25,6 +25,7 @@ class Evidence:
     """Bytes are those of one device. `state` and what is `due` are what the gates want, the rest what is."""
 
     state: int
+    beside_pools: int  # of the state
     alias: int
     temp: int
     needed: int  # arguments, temporaries, results that alias nothing, and the program
@@ -50,6 +51,7 @@ class Evidence:
         cycles = [int(count) for count in re.findall(r'"estimated_cycles":"(\d+)"', text)]
         return cls(
             state=bytes_a_device(arguments[1]),
+            beside_pools=bytes_a_device(arguments[1]) - bytes_a_device(arguments[1].pools),
             alias=memory.alias_size_in_bytes,
             temp=memory.temp_size_in_bytes,
             needed=memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
@@ -69,7 +71,7 @@ class Evidence:
         left_out: bytes of weights and pools of layers that the whole model has and this step has not.
         """
         found = []
-        if not self.state <= self.alias < 1.001 * self.state:  # small arrays of the state are padded to a TPU's tiles
+        if not self.state <= self.alias <= self.state + self.beside_pools:  # what is not a pool is padded to a TPU's tiles
             found.append(f"alias: {self.alias} bytes are updated in place, the state has {self.state}")
         if self.temp > MOST_TEMP * hbm:
             found.append(f"temp: {self.temp} bytes, over {MOST_TEMP:.0%} of {hbm}")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.compile
 
 CASES = [Case("8b", "v6e", 4, 1), Case("8b", "h200", 8, 1)]
 GOOD = Evidence(
-    state=10 << 30, alias=10 << 30, temp=1 << 20, needed=12 << 30, pool_copies=0, all_reduces=3, all_reduces_due=3,
+    state=10 << 30, beside_pools=0, alias=10 << 30, temp=1 << 20, needed=12 << 30, pool_copies=0, all_reduces=3, all_reduces_due=3,
     kernels=4, kernels_due=4, cycles=1000, seconds=1.0,
 )  # fmt: skip
 HBM = 16 << 30
