@@ -95,7 +95,7 @@ class Engine:
         spec = CacheSpec(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_MODEL_LEN)
         self.kv = KVCacheManager(spec)
         self.scheduler = Scheduler(self.config, self.kv)
-        self.builder = BatchBuilder(self.config, spec)
+        self.builder = BatchBuilder(self.config, spec, vocab_size=1000)
         self.device = Device(self.config, spec, draw)
         self.max_in_flight = max_in_flight
         self.results = deque()
