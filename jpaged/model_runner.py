@@ -128,14 +128,12 @@ class ModelRunner:
                 on_compiled(phase)
 
         self.programs = Programs(self._compile, self.buckets.all(), on_prepared)
-        load, arguments = (
-            self.step.jitted_load(self.spec.max_blocks_per_seq),
-            self.step.load_arguments(self.spec.max_blocks_per_seq),
-        )
+        max_blocks = self.spec.max_blocks_per_seq
+        load, arguments = self.step.jitted_load(max_blocks), self.step.load_arguments(max_blocks)
         self._load_rows = self._program_cache.compile(("rows",), load, arguments, jax.tree.structure(arguments[0]))
         can_swap = config.preemption_mode != "recompute"
         self._swapper = BlockSwapper(self.step, self.spec, self._program_cache) if can_swap else None
-        self._edit_programs = EditPrograms(self.step, self.spec.max_blocks_per_seq, self._program_cache)
+        self._edit_programs = EditPrograms(self.step, max_blocks, self._program_cache)
         self._make_state = self._compile_make_state()
         self.state = self._make_state()
         scales = weights["kv_scales"].get_value() if self.layout.is_quantised else None

@@ -1,6 +1,6 @@
 """OutputProcessor: sampled tokens -> text, stop strings and log-probs, as deltas."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from jpaged.beam_search import BeamSearch, Hypothesis
 from jpaged.detokenizer import StopStringChecker
@@ -123,7 +123,7 @@ class SampleState:
         delta.cumulative_logprob = hypothesis.cumulative_logprob
         return delta
 
-    def give_up(self, reason: str, error: str | None = None, token_ids: Iterable[int] = ()) -> OutputDelta:
+    def give_up(self, reason: str, error: str | None = None, token_ids: Collection[int] = ()) -> OutputDelta:
         """The last delta of a sample that ends before its time, with the tokens that it had before that."""
         text = "".join(map(self.detokenizer.push, token_ids)) + self.detokenizer.flush()
         return OutputDelta(

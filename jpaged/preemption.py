@@ -34,10 +34,8 @@ class Preemption:
 
     def costs(self, num_blocks: int, num_tokens: int) -> tuple[float, float]:
         """Seconds of swapping and of recomputing."""
-        num_copies = -(-num_blocks // CHUNK)
-        return 2 * (
-            num_blocks * self.seconds_per_block + num_copies * SECONDS_PER_COPY
-        ), num_tokens * self.seconds_per_token
+        one_way = num_blocks * self.seconds_per_block + -(-num_blocks // CHUNK) * SECONDS_PER_COPY
+        return 2 * one_way, num_tokens * self.seconds_per_token
 
     def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
         swap, recompute = self.costs(num_blocks, num_tokens)

@@ -155,8 +155,9 @@ class Scheduler:
         self.in_flight.popleft()
         if plan.num_decodes < len(plan.num_scheduled_tokens):
             self._cache_prompts(plan)
-        rows = range(len(token_ids)) if not plan.drafts else plan.first_rows
-        token_ids = token_ids if not plan.drafts else self.speculation.verify(plan, token_ids)
+        rows = range(len(token_ids))
+        if plan.drafts:
+            rows, token_ids = plan.first_rows, self.speculation.verify(plan, token_ids)
         appended = []
         for row, seq, tokens, limit in zip(rows, plan.sampled, token_ids, plan.limits, strict=True):
             if seq.is_finished:

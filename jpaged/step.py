@@ -158,14 +158,9 @@ class StepFunction:
     def make_state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
         """The state before the first step. To be jitted, with `state_shardings`."""
         rows = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq)
-        one = LogitsEdits.neutral(
-            1, 1
-        )  # to be repeated on the device: as a constant, all of it would be in the program
-        edits = jax.tree.map(
-            lambda leaf, value: jnp.full(leaf.shape, value.flat[0], leaf.dtype),
-            LogitsEdits.shapes(*self._edits_size),
-            one,
-        )
+        # One value of each, repeated on the device: as a constant, all of it would be in the program.
+        shapes, one = LogitsEdits.shapes(*self._edits_size), LogitsEdits.neutral(1, 1)
+        edits = jax.tree.map(lambda leaf, value: jnp.full(leaf.shape, value.flat[0], leaf.dtype), shapes, one)
         return DeviceState(self.make_pools(num_blocks), jax.tree.map(jnp.asarray, rows), edits)
 
     def make_pools(self, num_blocks: int) -> Pools:

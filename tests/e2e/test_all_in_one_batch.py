@@ -4,16 +4,10 @@ import random
 
 import pytest
 from engines import Request, assert_same, make_engine, run
-from tiny_model import make_tiny_model
 
 from jpaged.sampling_params import SamplingParams
 
 LENGTH = 40
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 def make_requests() -> list[Request]:

@@ -6,8 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from engines import Request, make_engine, run
-from tiny_model import make_tiny_model
+from engines import Request, abort_after_each_number_of_steps, break_steps, make_engine, run
 
 from jpaged.config import DEFAULT_MODEL
 from jpaged.engine import LLMEngine
@@ -17,18 +16,6 @@ from jpaged.sampling_params import SamplingParams
 
 FIXTURE = json.loads((Path(__file__).parent.parent / "fixtures" / "smollm2_beams.json").read_text())
 CLOSE = 1e-3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
-def engine(model, programs_dir):
-    engine = make_engine(model, programs_dir, enable_prefix_caching=False)
-    yield engine
-    engine.close()
 
 
 def beams(width: int, **fields) -> SamplingParams:
@@ -207,37 +194,13 @@ def test_beams_are_hugging_faces_on_every_prompt(smollm2):
 def test_an_abort_at_every_step_leaves_no_block_behind(engine, overlap):
     engine.in_flight._depth = 1 if overlap else 0
     prompt = list(range(3, 80))  # two chunks
-    when, is_over = 0, False
-    while not is_over:
-        engine.add_request("stays", prompt[:20], SamplingParams(max_tokens=12, ignore_eos=True))
-        engine.add_request("goes", prompt, beams(4, max_tokens=5, ignore_eos=True))
-        for _ in range(when):
-            engine.step()
-        is_over = "goes" not in engine.requests
-        deltas = engine.abort("goes")
-        assert {(d.index, d.finish_reason) for d in deltas} == (set() if is_over else {(i, "abort") for i in range(4)})
-        assert {seq.request_id for seq in engine.scheduler.sequences} <= {"stays"}
-        while engine.has_work:
-            engine.step()
-            engine.kv.check_invariants(engine.scheduler.sequences)
-        assert engine.kv.pool.num_used == 0 and not engine.requests
-        when += 1
+    stays, goes = Request(prompt[:20], SamplingParams(max_tokens=12, ignore_eos=True)), Request(prompt, beams(4, max_tokens=5, ignore_eos=True))
+    assert abort_after_each_number_of_steps(engine, stays, goes) > 6
     engine.in_flight._depth = 1
-    assert when > 6
 
 
 def test_a_failed_step_in_a_search_changes_nothing(engine, requests, expected, monkeypatch):
-    submit, numbers = engine.runner.submit, iter(range(10**6))
-
-    def broken(step):
-        result = submit(step)
-        if next(numbers) in (3, 9):
-            result.read()
-            engine.runner.state.pools[0].arrays[0].delete()
-            raise RuntimeError("out of luck")
-        return result
-
-    monkeypatch.setattr(engine.runner, "submit", broken)
+    break_steps(engine, monkeypatch, lambda number, step: number in (3, 9))
     assert_equal(run(engine, requests, check_every_step=True), expected)
 
 

@@ -20,14 +20,6 @@ def model(request, tmp_path_factory) -> str:
     return str(make_tiny_model(tmp_path_factory.mktemp("tiny"))) if request.param == "tiny" else DEFAULT_MODEL
 
 
-@pytest.fixture(scope="module")
-def engine(model, programs_dir):
-    """The plain one: room for all, and nothing shared."""
-    engine = make_engine(model, programs_dir, enable_prefix_caching=False)
-    yield engine
-    engine.close()
-
-
 def params(**fields) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, "logprobs": 2} | fields)
 

@@ -1,7 +1,7 @@
 """A step that fails on the device: nobody is lost but the one that breaks it."""
 
 import pytest
-from engines import Request, make_engine, run
+from engines import Request, break_steps, make_engine, run
 from tiny_model import make_tiny_model
 
 from jpaged.sampling_params import SamplingParams
@@ -17,39 +17,11 @@ def engine(request, tmp_path_factory, programs_dir):
     engine.close()
 
 
-class Broken:
-    """The result of a step that fails when somebody reads it."""
-
-    is_ready = True
-
-    def read(self):
-        raise RuntimeError("out of luck")
-
-
-def break_steps(engine, monkeypatch, breaks, *, when_read: bool):
-    """Makes a step fail after it has consumed the pool, wherever breaks(step number, packed input) says so: at once, or late,
-    when its result is read and the next step may be in flight."""
-    submit, count = engine.runner.submit, iter(range(10**6))
-
-    def broken(step):
-        number = next(count)
-        result = submit(step)
-        if not breaks(number, step.buffer):
-            return result
-        if when_read:
-            return Broken()
-        result.read()
-        engine.runner.state.pools[0].arrays[0].delete()
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(engine.runner, "submit", broken)
-
-
 @pytest.mark.parametrize("when_read", [False, True])
 def test_a_step_that_fails_once_changes_no_answer(engine, monkeypatch, when_read):
     requests = [Request([7, 8, 9] * n, GREEDY) for n in (1, 7, 13)]
     expected = run(engine, requests)
-    break_steps(engine, monkeypatch, lambda number, buffer: number in (0, 5), when_read=when_read)
+    break_steps(engine, monkeypatch, lambda number, step: number in (0, 5), when_read=when_read)
     assert [o.token_ids for o in run(engine, requests, check_every_step=True)] == [o.token_ids for o in expected]
 
 
@@ -57,7 +29,7 @@ def test_a_step_that_fails_once_changes_no_answer(engine, monkeypatch, when_read
 def test_a_request_that_breaks_every_step_fails_alone(engine, monkeypatch, when_read):
     good, poison = Request([7, 8, 9], GREEDY), 255
     expected = run(engine, [good])[0].token_ids
-    break_steps(engine, monkeypatch, lambda number, buffer: poison in buffer, when_read=when_read)
+    break_steps(engine, monkeypatch, lambda number, step: poison in step.buffer, when_read=when_read)
     engine.add_request("good", good.prompt, good.params)
     engine.add_request("bad", [poison] * 5, GREEDY)
     tokens, errors = {"good": [], "bad": []}, {}

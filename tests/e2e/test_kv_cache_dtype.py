@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engines import Request, make_engine, run
 from test_dense_reference import dense_logprobs
-from tiny_model import CONFIG, make_tiny_model, random_weights
+from tiny_model import CONFIG, random_weights
 
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
@@ -18,11 +18,6 @@ from models.config import ModelConfig
 
 QUANTISED = ["int8", "fp8"]
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="module", params=QUANTISED)

@@ -5,16 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 from engines import Request, assert_same, make_engine, run
-from tiny_model import CONFIG, make_tiny_model
+from tiny_model import CONFIG
 
 from jpaged.sampling_params import SamplingParams
 
 VOCAB = CONFIG["vocab_size"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no overlap"])

@@ -3,27 +3,13 @@
 import random
 
 import pytest
-from engines import Request, assert_same, make_engine, run
-from tiny_model import make_tiny_model
+from engines import Request, abort_after_each_number_of_steps, assert_same, break_steps, make_engine, run
 
 from jpaged.config import DEFAULT_MODEL
 from jpaged.engine import LLMEngine
 from jpaged.outputs import CompletionOutput
 from jpaged.sampling_batch import SamplingBatch
 from jpaged.sampling_params import SamplingParams
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
-def engine(model, programs_dir):
-    """The plain one: room for all."""
-    engine = make_engine(model, programs_dir, enable_prefix_caching=False)
-    yield engine
-    engine.close()
 
 
 def params(**fields) -> SamplingParams:
@@ -176,27 +162,12 @@ def test_the_best_of_several_come_first_and_alone(engine):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_an_abort_at_every_step_leaves_no_block_behind(model, programs_dir, engine, overlap):
+def test_an_abort_at_every_step_leaves_no_block_behind(engine, overlap):
     engine.in_flight._depth = 1 if overlap else 0
     prompt = list(range(3, 80))  # two chunks
-    when, is_over = 0, False
-    while not is_over:
-        engine.add_request("stays", prompt[:20], params(n=1, max_tokens=12))
-        engine.add_request("goes", prompt, params(n=4, max_tokens=6))
-        for _ in range(when):
-            engine.step()
-        is_over = "goes" not in engine.requests
-        deltas = engine.abort("goes")
-        assert {(d.index, d.finish_reason) for d in deltas} == (set() if is_over else {(i, "abort") for i in range(4)})
-        held = {seq.request_id for seq in engine.scheduler.sequences}
-        assert held <= {"stays"}
-        while engine.has_work:
-            engine.step()
-            engine.kv.check_invariants(engine.scheduler.sequences)
-        assert engine.kv.pool.num_used == 0 and not engine.requests
-        when += 1
+    stays, goes = Request(prompt[:20], params(n=1, max_tokens=12)), Request(prompt, params(n=4, max_tokens=6))
+    assert abort_after_each_number_of_steps(engine, stays, goes) > 6
     engine.in_flight._depth = 1
-    assert when > 6
 
 
 def test_a_group_that_could_never_fit_is_refused_with_the_numbers(engine):
@@ -214,15 +185,5 @@ def test_a_group_that_could_never_fit_is_refused_with_the_numbers(engine):
 
 
 def test_a_step_that_fails_costs_a_group_nothing(engine, expected, monkeypatch):
-    submit, numbers = engine.runner.submit, iter(range(10**6))
-
-    def broken(step):
-        result = submit(step)
-        if next(numbers) in (1, 4):
-            result.read()
-            engine.runner.state.pools[0].arrays[0].delete()
-            raise RuntimeError("out of luck")
-        return result
-
-    monkeypatch.setattr(engine.runner, "submit", broken)
+    break_steps(engine, monkeypatch, lambda number, step: number in (1, 4))
     check_equal(engine, expected)

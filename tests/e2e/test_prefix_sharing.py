@@ -3,18 +3,12 @@
 import random
 
 import pytest
-from engines import Request, make_engine, run
-from tiny_model import make_tiny_model
+from engines import Request, break_steps, make_engine, run
 
 from jpaged import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 BLOCK = 16
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +133,9 @@ def test_a_pinned_prefix_is_computed_once_and_outlives_any_traffic(pinned, engin
 
 def test_pinned_prefixes_are_computed_anew_after_the_pool_was_lost(pinned, monkeypatch):
     drain(pinned)
-    ids, submit = pinned_prefix(pinned) + [5], pinned.runner.submit
+    ids = pinned_prefix(pinned) + [5]
     _, expected = ask(pinned, ids)
-
-    def broken(step):
-        monkeypatch.setattr(pinned.runner, "submit", submit)
-        submit(step)
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(pinned.runner, "submit", broken)
+    break_steps(pinned, monkeypatch, lambda number, step: number == 0)
     assert ask(pinned, ids)[1] == expected
     check_idle(pinned)
     assert ask(pinned, ids) == (48, expected)

@@ -1,8 +1,8 @@
 """The log-probs of a prompt are those that its tokens have as continuations, however the prompt is computed."""
 
 import pytest
-from engines import Request, make_engine
-from tiny_model import CONFIG, make_tiny_model
+from engines import Request, break_steps, make_engine
+from tiny_model import CONFIG
 
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import RequestOutput
@@ -15,11 +15,6 @@ CONFIGS = {
     "no overlap": {"num_blocks_override": 8, "max_model_len": 112, "async_scheduling": False},
     "several decodes in a row": {"num_scheduler_steps": 5},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +83,7 @@ def test_neither_the_way_of_a_prompt_nor_its_neighbours_change_them(model, progr
 
 
 def test_they_are_whole_after_a_step_that_failed(engine, expected, monkeypatch):
-    submit, count = engine.runner.submit, iter(range(10**6))
-
-    def broken(step):
-        if next(count) in (2, 9):
-            raise RuntimeError("out of luck")
-        return submit(step)
-
-    monkeypatch.setattr(engine.runner, "submit", broken)
+    break_steps(engine, monkeypatch, lambda number, step: number in (2, 9))
     for got, want in zip(run(engine, requests()), expected, strict=True):
         assert (got.prompt_logprobs is None) == (want.prompt_logprobs is None)
         assert [list(p or ()) for p in got.prompt_logprobs or ()] == [list(p or ()) for p in want.prompt_logprobs or ()]

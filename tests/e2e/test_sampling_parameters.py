@@ -7,18 +7,13 @@ import numpy as np
 import pytest
 from engines import AMBIGUOUS, Request, assert_same, make_engine, run
 from test_logits_edits import reference
-from tiny_model import CONFIG, make_tiny_model
+from tiny_model import CONFIG
 
 from jpaged.bad_words import bad_word_tokens
 from jpaged.sampling_params import SamplingParams
 
 VOCAB = CONFIG["vocab_size"]
 LETTERS = range(64, 90)  # a to z
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ import logging
 import random
 
 import pytest
-from engines import Request, assert_same, make_engine, run
-from tiny_model import make_tiny_model
+from engines import Request, assert_same, break_steps, make_engine, run
 
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason
@@ -17,11 +16,6 @@ SMALL = {
     16: (14, 60),
     64: (9, 160),
 }  # block size: (blocks, output tokens); somebody has to go all the time
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 def requests(block_size: int, max_tokens: int) -> list[Request]:
@@ -204,16 +198,14 @@ def test_a_failed_step_drops_what_was_on_its_way_to_host_memory(swapping, monkey
                 tokens[delta.request_id] = tokens.get(delta.request_id, []) + delta.token_ids
         return tokens
 
-    expected, submit, broken = outputs(), swapping.runner.submit, []
+    expected, broken = outputs(), []
 
-    def submit_or_break(step):
-        if step.swapped_out and not broken:
-            broken.append(step)
-            submit(step)
-            raise RuntimeError("out of luck")
-        return submit(step)
+    def breaks(number, step):
+        is_first = bool(step.swapped_out) and not broken
+        broken.extend([number] * is_first)
+        return is_first
 
-    monkeypatch.setattr(swapping.runner, "submit", submit_or_break)
+    break_steps(swapping, monkeypatch, breaks)
     assert outputs() == expected and broken
     finish(swapping)
 

@@ -1,8 +1,10 @@
 """Running requests through a real engine, and comparing what came."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jpaged.async_llm import AsyncLLM
+from jpaged.batch import HostStep
 from jpaged.config import EngineConfig
 from jpaged.engine import LLMEngine
 from jpaged.output_processor import RequestOutputBuilder
@@ -63,3 +65,54 @@ def make_small_async_engine(model: str, **config) -> AsyncLLM:
         "max_num_seqs": 2,
     }  # fmt: skip
     return AsyncLLM.from_config(EngineConfig(model=model, **{**defaults, **config}))
+
+
+class BrokenResult:
+    """The result of a step that fails when somebody reads it."""
+
+    is_ready = True
+
+    def read(self):
+        raise RuntimeError("out of luck")
+
+
+def break_steps(
+    engine: LLMEngine, monkeypatch, breaks: Callable[[int, HostStep], bool], *, when_read: bool = False
+) -> None:
+    """Makes a step fail after it has consumed the pool, wherever breaks(step's number, step) says so: at once, or late,
+    when its result is read and the next step may be in flight."""
+    submit, count = engine.runner.submit, iter(range(10**6))
+
+    def broken(step):
+        number = next(count)
+        result = submit(step)
+        if not breaks(number, step):
+            return result
+        if when_read:
+            return BrokenResult()
+        result.read()
+        engine.runner.state.pools[0].arrays[0].delete()
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(engine.runner, "submit", broken)
+
+
+def abort_after_each_number_of_steps(engine: LLMEngine, stays: Request, goes: Request) -> int:
+    """Runs both again and again and aborts one a step later each time, until it has ended before; the pool must be empty
+    each time. Returns how often."""
+    num_steps, is_over = 0, False
+    while not is_over:
+        engine.add_request("stays", stays.prompt, stays.params)
+        engine.add_request("goes", goes.prompt, goes.params)
+        for _ in range(num_steps):
+            engine.step()
+        is_over = "goes" not in engine.requests
+        aborted = {(delta.index, delta.finish_reason) for delta in engine.abort("goes")}
+        assert aborted == (set() if is_over else {(i, "abort") for i in range(goes.params.n)})
+        assert {seq.request_id for seq in engine.scheduler.sequences} <= {"stays"}
+        while engine.has_work:
+            engine.step()
+            engine.kv.check_invariants(engine.scheduler.sequences)
+        assert engine.kv.pool.num_used == 0 and not engine.requests
+        num_steps += 1
+    return num_steps
