@@ -8,7 +8,7 @@ from jpaged.bench.report import summarise
 
 
 def test_a_sweep_becomes_a_picture_with_a_line_a_statistic(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: the extras bench and test install it")
     results = []
     for rate in (4.0, 1.0, "inf"):
         outcome = Outcome(5, 0.0, 0.0, [0.1], 1)  # a single token: no TPOT and no ITL to draw
