@@ -33,6 +33,15 @@ def device_limit(device: jax.Device) -> int | None:
     return stats["bytes_limit"]
 
 
+def num_blocks_beside(needed: int, bytes_per_block: int, config: EngineConfig, device: jax.Device) -> int:
+    """How many blocks an accelerator could hold beside so many bytes."""
+    return _free_beside(needed, config, device_limit(device)) // bytes_per_block
+
+
+def _free_beside(needed: int, config: EngineConfig, limit: int) -> int:
+    return int(limit * config.device_memory_utilization) - needed
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """The bytes of one device (all devices have the same), and the pool that comes of them."""
@@ -101,7 +110,7 @@ def plan_memory(
             available, reason = CPU_POOL_BYTES, "the default on CPU"
         else:
             needed = weights + rows + step.temp + step.output + step.code * num_programs
-            available = int(limit * config.device_memory_utilization) - needed
+            available = _free_beside(needed, config, limit)
             reason = f"what is free of {config.device_memory_utilization:.0%}"
         num_blocks = available // bytes_per_block
         if num_blocks < 2:

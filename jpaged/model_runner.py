@@ -16,7 +16,7 @@ from jpaged.config import EngineConfig
 from jpaged.edit_programs import EditPrograms
 from jpaged.kernel_check import KernelCheck
 from jpaged.kv_scales import with_kv_scales
-from jpaged.memory_plan import MemoryPlan, plan_memory
+from jpaged.memory_plan import MemoryPlan, num_blocks_beside, plan_memory
 from jpaged.preemption import Preemption
 from jpaged.program_cache import ProgramCache, cache_dir, fingerprint
 from jpaged.programs import Programs
@@ -74,9 +74,11 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
 def plan_step_memory(step: StepFunction, buckets: Buckets, device: jax.Device | None = None) -> MemoryPlan:
     """Sizes the pool; compiles the largest bucket where that decides it. device: another than the mesh's first."""
     config, device = step.config, device or step.mesh.devices.flat[0]
-    is_measured = (
-        device.platform != "cpu" and config.num_blocks_override is None and config.kv_cache_memory_bytes is None
-    )
+    measured = None
+    if device.platform != "cpu" and config.num_blocks_override is None and config.kv_cache_memory_bytes is None:
+        # Against pools of about the size to come: XLA:TPU was seen to need a third more beside large ones than beside small.
+        num_blocks = num_blocks_beside(step.weight_bytes + step.row_bytes, step.bytes_per_block, config, device)
+        measured = step.measure((buckets.tokens[-1], buckets.max_rows), max(int(0.9 * num_blocks), 2))
     return plan_memory(
         config,
         max_position=step.model.max_position,
@@ -86,7 +88,7 @@ def plan_step_memory(step: StepFunction, buckets: Buckets, device: jax.Device | 
         weights=step.weight_bytes,
         rows=step.row_bytes,
         device=device,
-        step=step.measure((buckets.tokens[-1], buckets.max_rows)) if is_measured else None,
+        step=measured,
         num_programs=len(buckets.all()),
     )
 

@@ -224,10 +224,11 @@ class StepFunction:
         """Bytes of one block of all layers on one device."""
         return self.layout.shard.bytes_per_block * self.model.num_layers
 
-    def measure(self, bucket: tuple[int, int]) -> StepMemory:
-        """Compiles a bucket against pools of two blocks and reads what it needs beside weights and pool."""
+    def measure(self, bucket: tuple[int, int], num_blocks: int) -> StepMemory:
+        """Compiles a bucket against pools of num_blocks blocks and reads what it needs beside weights and pool."""
         max_blocks = -(-self.model.max_position // self.layout.block_size)
-        analysis = self.jitted(bucket).lower(*self.arguments(bucket, 2, max_blocks)).compile().memory_analysis()
+        arguments = self.arguments(bucket, num_blocks, max_blocks)
+        analysis = self.jitted(bucket).lower(*arguments).compile().memory_analysis()
         return StepMemory(
             temp=analysis.temp_size_in_bytes,
             output=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,

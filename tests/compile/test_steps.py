@@ -67,7 +67,7 @@ def test_model_over_its_chips_memory_is_refused_with_the_bytes(case):
 
 
 @pytest.mark.parametrize("case", [Case("8b", "v6e", 4, 2), Case("8b", "h200", 8, 2)], ids=str)
-def test_plan_made_with_pools_of_two_blocks_holds_with_the_pools_that_it_gives(case):
+def test_plan_holds_with_the_pools_that_it_gives(case):
     plan = case.plan()
     evidence = case.evidence(MIXED, plan.spec.num_blocks)
     assert evidence.problems(case.on.hbm) == []
