@@ -4,6 +4,7 @@ from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence_queues import SequenceQueues
+from jpaged.swapping import swap_in
 
 
 class Admission:
@@ -26,7 +27,7 @@ class Admission:
             num_rows = self.max_num_seqs - len(queues.forks) - len(forks)
             if plan.num_rows >= num_rows or not queues.have_places_for(seq, forks):
                 return
-            matched = [] if seq.lacks_prompt_logprobs else self.kv.match_prefix(seq)  # a hit computes no logits
+            matched = [] if seq.lacks_prompt_logprobs else self.kv.match_prefix(seq, forks)  # a hit computes no logits
             num_found = self.kv.num_tokens_found(seq, matched)
             num_tokens = min(seq.num_tokens - num_found, budget)
             num_tokens = plan.as_many_as_have_rows(seq, num_found, num_tokens, num_rows)
@@ -38,7 +39,7 @@ class Admission:
             for _ in range(1 + len(forks)):
                 queues.waiting.popleft()
             queues.forks.add(forks)
-            if (swapped := self.kv.swap_in(seq, len(matched))) is not None:
+            if (swapped := swap_in(self.kv, seq, matched)) is not None:
                 plan.swapped_in.append(swapped)
             queues.start(seq)
             plan.admitted.append(seq)
@@ -47,6 +48,6 @@ class Admission:
                 plan.num_new_prompt_tokens += seq.num_prompt_tokens
             plan.num_scheduled_tokens[seq] = num_tokens
             plan.num_prefix_queries += seq.num_tokens
-            plan.num_prefix_hits += len(matched) * self.kv.block_size
+            plan.num_prefix_hits += self.kv.num_tokens_of(matched)
             plan.add_prompt_logprobs(seq, num_tokens)
             budget -= num_tokens

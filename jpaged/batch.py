@@ -1,11 +1,13 @@
 """SchedulerOutput -> the padded numpy arrays of one step. Nothing else pads."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from jpaged.buckets import Buckets
-from jpaged.config import CacheSpec, EngineConfig
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import EngineConfig
 from jpaged.device_state import RowLoad
 from jpaged.logits_edits import EditLoad
 from jpaged.scheduler_output import SchedulerOutput
@@ -39,12 +41,12 @@ class BatchBuilder:
     def __init__(self, config: EngineConfig, spec: CacheSpec, vocab_size: int):
         self.vocab_size = vocab_size
         self.max_num_seqs = num_rows = config.max_num_seqs
-        self.max_blocks = spec.max_blocks_per_seq
+        self.table_width, self.num_groups = spec.table_width, len(spec.windows)
         self.buckets = Buckets(
             config.max_num_batched_tokens, config.max_num_seqs, config.token_buckets, config.max_num_rows
         )
         self.token_ids = np.zeros((num_rows, spec.max_model_len), np.int32)
-        self.num_blocks = np.zeros(num_rows, np.int32)  # of each row's table, as the device has it
+        self.num_entries = np.zeros(num_rows, np.int32)  # of each row's block table, as the device has it
         self.wants_logprobs = np.zeros(num_rows, bool)
 
     def build(self, plan: SchedulerOutput) -> HostStep:
@@ -56,7 +58,7 @@ class BatchBuilder:
         known = np.fromiter((len(s.token_ids) for s in seqs), np.int32, len(seqs))
         for seq in plan.admitted:
             self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
-            self.num_blocks[seq.row] = len(seq.block_table)
+            self.num_entries[seq.row] = len(seq.block_table)
             self.wants_logprobs[seq.row] = seq.params.needs_logprobs
         self.token_ids[rows, known - 1] = np.fromiter((s.token_ids[-1] for s in seqs), np.int32, len(seqs))
         is_pending = starts >= known
@@ -68,8 +70,8 @@ class BatchBuilder:
         num_rows = num_sampled + plan.num_prompt_logprobs
 
         bucket = self.buckets.choose(num_tokens, num_rows, decodes_on=max(plan.limits, default=1) > 1)
-        buffer, step = StepInput.packing(*bucket, self.max_num_seqs).empty()
-        step.make_neutral(self.max_num_seqs, self.max_blocks)
+        buffer, step = StepInput.packing(*bucket, self.max_num_seqs, self.num_groups).empty()
+        step.make_neutral(self.max_num_seqs, self.table_width)
         ends = np.cumsum(counts, dtype=np.int32)
         token_rows = np.repeat(rows, counts)
         positions = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - counts - starts, counts)
@@ -116,21 +118,21 @@ class BatchBuilder:
         num_updates, reload = len(plan.copies), []
         for i, copy in enumerate(plan.copies):
             updates[i] = copy.seq.row, copy.index, copy.destination.block_id
-        has_copied = {copy.seq for copy in plan.copies}
-        for i in np.flatnonzero(have != self.num_blocks[rows]):
-            seq, known = seqs[i], self.num_blocks[rows[i]]
-            if have[i] - known + (seq in has_copied) > counts[i]:  # there is room for one a token
+        num_copied = Counter(copy.seq for copy in plan.copies)
+        for i in np.flatnonzero(have != self.num_entries[rows]):
+            seq, known = seqs[i], self.num_entries[rows[i]]
+            if have[i] - known + num_copied[seq] > counts[i] * self.num_groups:  # there is room for these
                 reload.append(seq)
                 continue
             for column, block_id in enumerate(seq.block_table.block_ids(known), start=known):
                 updates[num_updates] = rows[i], column, block_id
                 num_updates += 1
-        self.num_blocks[rows] = have
+        self.num_entries[rows] = have
         return reload
 
     def _load_rows(self, seqs: list[Sequence]) -> list[np.ndarray]:
         """Whole rows for the device, `RowLoad.SIZE` to a buffer."""
-        packing, buffers = RowLoad.packing(self.max_blocks), []
+        packing, buffers = RowLoad.packing(self.table_width), []
         for begin in range(0, len(seqs), RowLoad.SIZE):
             buffer, load = packing.empty()
             buffers.append(buffer)

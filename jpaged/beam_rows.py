@@ -17,7 +17,7 @@ class BeamRows:
     def move(self, beams: list[Sequence], moves: list[Move]) -> None:
         """Lets each beam go on from its parent: those of no further use are freed, the others forked, then all grow."""
         for seq in beams:
-            self.kv.cache_full_blocks(seq, seq.num_tokens - 1, seq.num_tokens)
+            self.kv.mark_computed(seq, seq.num_tokens - 1, seq.num_tokens)
         replaced = [move for move in moves if move.parent != move.beam]
         for move in replaced:
             self.kv.free(beams[move.beam])

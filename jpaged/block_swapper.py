@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jpaged.config import CacheSpec
+from jpaged.cache_spec import CacheSpec
 from jpaged.program_cache import ProgramCache
 from jpaged.step import StepFunction
 from jpaged.swap_space import CHUNK

@@ -1,4 +1,4 @@
-"""EngineConfig: what the user decides. CacheSpec: what is learned at start-up."""
+"""EngineConfig: what the user decides."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -181,46 +181,3 @@ class EngineConfig:
     def block_size_on(self, platform: str) -> int:
         """The block size that was asked for, or the platform's own."""
         return self.block_size or DEFAULT_BLOCK_SIZE.get(platform, 16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheSpec:
-    """The pool as it was sized: num_blocks counts the null block."""
-
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-
-    @property
-    def num_usable_blocks(self) -> int:
-        return self.num_blocks - 1
-
-    @property
-    def num_usable_tokens(self) -> int:
-        return self.num_usable_blocks * self.block_size
-
-    @property
-    def max_blocks_per_seq(self) -> int:
-        """M, the width of a block table."""
-        return -(-self.max_model_len // self.block_size)
-
-
-def resolve_max_model_len(config: EngineConfig, max_position: int, num_usable_tokens: int) -> int:
-    """The context length that this model and this pool can serve.
-
-    Raises ValueError where the user asked for more, or where whole prompts must fit in one step and do not.
-    """
-    if config.max_model_len is not None and config.max_model_len > max_position:
-        raise ValueError(f"max_model_len ({config.max_model_len}) is over the model's context of {max_position} tokens")
-    if config.max_model_len is not None and config.max_model_len > num_usable_tokens:
-        raise ValueError(
-            f"max_model_len ({config.max_model_len}) does not fit in the KV pool of {num_usable_tokens} tokens; "
-            "raise kv_cache_memory_bytes or lower max_model_len"
-        )
-    length = config.max_model_len or min(max_position, num_usable_tokens)
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < length:
-        raise ValueError(
-            f"with chunked prefill off, max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
-            f"max_model_len ({length}): a whole prompt has to fit in one step"
-        )
-    return length

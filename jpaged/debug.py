@@ -11,23 +11,27 @@ BLOCKS_A_LINE = 64
 GAUGE = 8  # characters
 MAX_BLOCKS_SHOWN = 8  # of a sequence
 MAX_SEQUENCES_SHOWN = 26
-FREE, CACHED, PINNED, MANY = "·", "○", "●", "+"
+FREE, CACHED, PINNED, MANY, PASSED = "·", "○", "●", "+", "–"
 
 
 def snapshot(scheduler: Scheduler) -> dict:
     """Every block, table and queue, as data that json can write.
 
-    Slots count as filled when a step that fills them was planned: one or more may still be in flight.
+    Slots count as filled when a step that fills them was planned: one or more may still be in flight. A table has an
+    entry of each attention group for every logical block; 0 where the group's window has passed it.
     """
     kv = scheduler.kv
     filled = {}
     for seq in scheduler.sequences:
-        for i, block in enumerate(seq.block_table.blocks):
+        for entry, block in enumerate(seq.block_table.blocks):
+            i = entry // kv.num_groups
             num_slots = min(max(seq.num_computed_tokens - i * kv.block_size, 0), kv.block_size)
             filled[block] = max(num_slots, filled.get(block, 0))
     pinned = kv.pinned_blocks
     return {
         "block_size": kv.block_size,
+        "windows": list(kv.spec.windows),
+        "num_blocks_of_groups": num_blocks_of_groups(scheduler),
         "blocks": [
             {
                 "id": block.block_id,
@@ -45,6 +49,14 @@ def snapshot(scheduler: Scheduler) -> dict:
         "swap_space": {"capacity": kv.swap_space.capacity, "used": kv.swap_space.num_used},
         "num_steps_in_flight": len(scheduler.in_flight),
     }
+
+
+def num_blocks_of_groups(scheduler: Scheduler) -> list[int]:
+    """The blocks that sequences hold for each attention group."""
+    kv = scheduler.kv
+    tables = [seq.block_table.blocks for seq in scheduler.running]
+    held = ({block for table in tables for block in table[group :: kv.num_groups]} for group in range(kv.num_groups))
+    return [len(blocks - {kv.pool.null_block}) for blocks in held]
 
 
 def _sequence(seq: Sequence) -> dict:
@@ -70,7 +82,7 @@ def memory_map(state: dict, decode: Callable[[list[int]], str] | None = None) ->
     letters = dict(zip(map(_name, shown), ascii_uppercase))
     lines = [*_pool_lines(state, letters), ""]
     for seq in shown:
-        lines += [*_sequence_lines(seq, letters[_name(seq)], blocks, state["block_size"], decode), ""]
+        lines += [*_sequence_lines(seq, letters[_name(seq)], blocks, state, decode), ""]
     if num_more := len(state["running"]) - len(shown):
         lines += [f"and {num_more} more that run", ""]
     lines += _waiting_lines(state)
@@ -86,6 +98,9 @@ def _pool_lines(state: dict, letters: dict[str, str]) -> Iterator[str]:
         f"KV pool  {len(blocks)} blocks of {size} tokens: {num_used} used, {len(blocks) - num_used} free"
         f" ({num_cached} of them cached)"
     )
+    if state["windows"] != [None]:
+        groups = zip(state["num_blocks_of_groups"], map(_column, state["windows"]))
+        yield f"         of layers that see {', '.join(f'{name}: {count}' for count, name in groups)}"
     if num_used:
         saved = 1 - num_used / num_logical
         yield f"         {num_logical} logical blocks in {num_used} physical: sharing saves {saved:.0%}"
@@ -108,30 +123,37 @@ def _cell(block: dict, owner: dict[int, str]) -> str:
     return owner.get(block["id"], MANY)
 
 
-def _sequence_lines(seq: dict, letter: str, blocks: dict[int, dict], size: int, decode) -> Iterator[str]:
+def _sequence_lines(seq: dict, letter: str, blocks: dict[int, dict], state: dict, decode) -> Iterator[str]:
+    size, num_groups = state["block_size"], len(state["windows"])
     num_tokens, table = len(seq["token_ids"]), seq["table"]
+    logical = [table[i : i + num_groups] for i in range(0, len(table), num_groups)]
     yield (
         f"{letter}  request {_clip(_name(seq), 40)}: {seq['num_prompt_tokens']} tokens of prompt and "
         f"{num_tokens - seq['num_prompt_tokens']} of output, {seq['num_computed_tokens']} computed"
     )
-    yield "   logical  physical            owners"
+    columns = "  physical"
+    if state["windows"] != [None]:
+        columns = "".join(f"{_column(window):>8}" for window in state["windows"]) + "  "
+    yield f"   logical{columns}            owners"
     hidden = range(0)
-    if len(table) > MAX_BLOCKS_SHOWN:
-        hidden = range(MAX_BLOCKS_SHOWN // 2, len(table) - MAX_BLOCKS_SHOWN // 2)
-    for i, block_id in enumerate(table):
+    if len(logical) > MAX_BLOCKS_SHOWN:
+        hidden = range(MAX_BLOCKS_SHOWN // 2, len(logical) - MAX_BLOCKS_SHOWN // 2)
+    for i, block_ids in enumerate(logical):
         if i in hidden:
             if i == hidden.start:
                 yield f"       ...  {len(hidden)} blocks more"
             continue
-        block = blocks[block_id]
         num_filled = min(max(seq["num_computed_tokens"] - i * size, 0), size)
         gauge = "█" * (num_filled * GAUGE // size)
         gauge += "▌" * (num_filled * GAUGE % size > 0)
-        owners = f"{PINNED} {block['owners']}" if block["pinned"] else f"  {block['owners']}"
+        held = [blocks[block_id] for block_id in block_ids if block_id]
+        mark = PINNED if any(block["pinned"] for block in held) else " "
+        owners = max((block["owners"] for block in held), default=0)
         token_ids = seq["token_ids"][i * size : (i + 1) * size]
         text = repr(decode(token_ids)) if decode else " ".join(map(str, token_ids))
-        line = f"{i:>10}  {block_id:>6}  {gauge.ljust(GAUGE, '░')}  {owners}  "
-        yield line + _clip(text, WIDTH - len(line))
+        physical = "".join(f"{block_id or PASSED:>8}" for block_id in block_ids)
+        line = f"{i:>10}{physical}  {gauge.ljust(GAUGE, '░')}  {mark} {owners}  "
+        yield line + _clip(text, max(WIDTH - len(line), 8))
 
 
 def _waiting_lines(state: dict) -> Iterator[str]:
@@ -145,6 +167,10 @@ def _waiting_lines(state: dict) -> Iterator[str]:
         yield f"   request {_clip(_name(seq), 40)}: {len(seq['token_ids'])} tokens{swapped}"
     if len(waiting) > MAX_BLOCKS_SHOWN:
         yield f"   and {len(waiting) - MAX_BLOCKS_SHOWN} more"
+
+
+def _column(window: int | None) -> str:
+    return "all" if window is None else f"last {window}"
 
 
 def _name(seq: dict) -> str:

@@ -21,13 +21,13 @@ class RowState:
     """What is kept of each running sequence, by its row; one row more, the last, is of nobody and pads."""
 
     newest_tokens: Int[Array, "rows"]  # the token sampled last; the host may not have seen it
-    block_tables: Int[Array, "rows M"]
+    block_tables: Int[Array, "rows MG"]  # entry i * G + g: group g's block of logical block i
     sampling: SamplingBatch
 
     @classmethod
-    def initial(cls, num_rows: int, max_blocks: int) -> "RowState":
+    def initial(cls, num_rows: int, table_width: int) -> "RowState":
         """The state before any sequence runs, as numpy arrays."""
-        tables = np.zeros((num_rows + 1, max_blocks), np.int32)
+        tables = np.zeros((num_rows + 1, table_width), np.int32)
         return cls(tables[:, 0].copy(), tables, SamplingBatch.neutral(num_rows + 1))
 
 
@@ -47,18 +47,18 @@ class RowLoad:
     """New content for a few rows: the sequences that are admitted. What is left over goes to the last row, neutral."""
 
     row_ids: Int[AnyArray, "A"]
-    block_tables: Int[AnyArray, "A M"]
+    block_tables: Int[AnyArray, "A MG"]
     sampling: SamplingBatch
 
     SIZE = 8
 
     @classmethod
     @cache
-    def packing(cls, max_blocks: int) -> Packing:
+    def packing(cls, table_width: int) -> Packing:
         return Packing(
             cls(
                 jax.ShapeDtypeStruct((cls.SIZE,), np.int32),
-                jax.ShapeDtypeStruct((cls.SIZE, max_blocks), np.int32),
+                jax.ShapeDtypeStruct((cls.SIZE, table_width), np.int32),
                 SamplingBatch.shapes(cls.SIZE),
             )
         )
@@ -78,7 +78,7 @@ def load_rows(rows: RowState, load: RowLoad) -> RowState:
 
 
 def extend_tables(rows: RowState, updates: Int[Array, "U 3"]) -> RowState:
-    """The rows with blocks added: (row, column, block id) each, a column out of range for none."""
-    row, column, block = jnp.unstack(updates, axis=1)
-    tables = rows.block_tables.at[row, column].set(block, mode="drop")
+    """The rows with blocks added: (row, entry, block id) each, an entry out of range for none."""
+    row, entry, block = jnp.unstack(updates, axis=1)
+    tables = rows.block_tables.at[row, entry].set(block, mode="drop")
     return RowState(rows.newest_tokens, tables, rows.sampling)

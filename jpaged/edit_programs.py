@@ -46,11 +46,11 @@ def choose_processed(
 class EditPrograms:
     """Those of an engine. The two for logits processors are compiled when the first request brings some."""
 
-    def __init__(self, step: StepFunction, max_blocks_per_seq: int, cache: ProgramCache):
+    def __init__(self, step: StepFunction, table_width: int, cache: ProgramCache):
         self._cache = cache
         self._max_logprobs = step.config.max_logprobs
         self._vocab_size = step.model.vocab_size
-        self._state = step.state(2, max_blocks_per_seq)
+        self._state = step.state(2, table_width)
         self._shardings = step.state_shardings
         self._replicated = step.replicated
         self._edits_structure = jax.tree.structure(self._state.edits)

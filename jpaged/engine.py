@@ -118,8 +118,8 @@ class LLMEngine:
     def pin_prefix(self, token_ids: list[int]) -> None:
         """Queues a prefix to be computed once and never evicted. Raises ValueError for one that cannot be."""
         self.pins.add(token_ids)
-        num_left = (self.spec.num_usable_blocks - self.pins.num_blocks) * self.spec.block_size
-        self.validate = dataclasses.replace(self.validate, num_usable_tokens=num_left)
+        num_left = self.spec.num_usable_blocks - self.pins.num_blocks
+        self.validate = dataclasses.replace(self.validate, num_usable_blocks=num_left)
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         """Ends a request and frees its blocks at once; returns its last deltas, none where it is unknown or has ended."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpaged.batch import HostStep
-from jpaged.config import CacheSpec
+from jpaged.cache_spec import CacheSpec
 from jpaged.device_state import DeviceState, RowLoad
 from jpaged.errors import KernelCheckFailed
 from jpaged.step import StepFunction
@@ -28,7 +28,7 @@ class KernelCheck:
     def __init__(self, step: StepFunction, spec: CacheSpec, kv_scales: jax.Array | None):
         self.step, self.spec, self.kv_scales = step, spec, kv_scales
         self.num_steps = 0
-        self._program = cache(lambda bucket: jax.jit(partial(_look, step, bucket)))
+        self._program = cache(lambda bucket, group: jax.jit(partial(_look, step, bucket, group)))
 
     def __call__(self, host_step: HostStep, state: DeviceState) -> None:
         """Checks a step that has been given to the devices. Raises KernelCheckFailed."""
@@ -37,11 +37,12 @@ class KernelCheck:
         if self.num_steps > FIRST_STEPS and self.num_steps % EVERY:
             return
         layer = self.num_steps % self.step.model.num_layers
-        pool = state.pools[0 if self.step.roll_layers else layer]
-        first_block = layer * self.spec.num_blocks if self.step.roll_layers else 0
+        group, place = self.step.groups.of_layers[layer]
+        pool = state.pools[0 if self.step.roll_layers else place]
+        first_block = place * self.spec.num_blocks if self.step.roll_layers else 0
         scales = None if self.kv_scales is None else self.kv_scales[layer]
         arguments = pool, state.rows, host_step.buffer, first_block, scales, self.num_steps
-        found = self._program(host_step.bucket)(*arguments)
+        found = self._program(host_step.bucket, group)(*arguments)
         difference, *ids = map(np.asarray, found)
         self._check_ids("the device's tables name", np.array(ids))
         if not difference <= LIMIT:  # NaN is not
@@ -51,7 +52,7 @@ class KernelCheck:
             )
 
     def _sent_ids(self, host_step: HostStep) -> np.ndarray:
-        loads = map(RowLoad.packing(self.spec.max_blocks_per_seq).views, host_step.row_loads)
+        loads = map(RowLoad.packing(self.spec.table_width).views, host_step.row_loads)
         step_input = self.step.packing(host_step.bucket).views(host_step.buffer)
         ids = [step_input.table_updates[:, 2], step_input.block_copies, *(load.block_tables for load in loads)]
         return np.concatenate([part.ravel() for part in ids])
@@ -64,12 +65,15 @@ class KernelCheck:
             )
 
 
-def _look(step: StepFunction, bucket: tuple[int, int], pool, rows, buffer, first_block, scales, seed):
+def _look(step: StepFunction, bucket: tuple[int, int], group: int, pool, rows, buffer, first_block, scales, seed):
     """(difference of attention, least and greatest block id that the step's tables and slots name)."""
-    meta = forward_batch(step.packing(bucket).unpack(buffer), rows, pool.block_size).attention
+    windows = step.groups.windows
+    batch = forward_batch(step.packing(bucket).unpack(buffer), rows, pool.block_size, len(windows))
+    meta = batch.attention[group]
     ids = jnp.concatenate([meta.block_tables.ravel(), meta.slot_mapping // pool.block_size])
     shape = bucket[0], step.model.num_heads, step.model.head_dim
     q = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
     shifted = meta.at_block(first_block, pool.block_size)
-    arguments = {"mesh": step.mesh, "layout": step.layout, "implementation": step.config.attention_backend}
-    return attention_difference(q, pool, shifted, scales, **arguments), jnp.min(ids), jnp.max(ids)
+    attend = partial(attention_difference, mesh=step.mesh, layout=step.layout, window=windows[group])
+    difference = attend(q, pool, shifted, scales, implementation=step.config.attention_backend)
+    return difference, jnp.min(ids), jnp.max(ids)

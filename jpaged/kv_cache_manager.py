@@ -2,20 +2,22 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as List
+from itertools import takewhile
 from typing import NamedTuple
 
 from jpaged.block_pool import Block, BlockPool
 from jpaged.block_table import BlockTable
-from jpaged.config import CacheSpec
+from jpaged.cache_spec import CacheSpec
 from jpaged.pool_invariants import check_invariants
 from jpaged.prefix_cache import BlockHash, PrefixCache
 from jpaged.sequence import Sequence
 from jpaged.sequence_group import Fork
-from jpaged.swap_space import SwappedOut, SwapSpace
+from jpaged.swap_space import SwapSpace
 
 
 class BlockCopy(NamedTuple):
-    """Block `index` of a sequence's table was `source`, which others hold too, and is `destination` from now on."""
+    """Entry `index` of a sequence's table was `source`, which others hold too, and is `destination` from now on."""
 
     seq: Sequence
     index: int
@@ -26,7 +28,8 @@ class BlockCopy(NamedTuple):
 class KVCacheManager:
     """Joins the block pool, the sequences' block tables and the prefix cache.
 
-    Running out of blocks is a return value, never an exception. After a None nothing has changed.
+    Running out of blocks is a return value, never an exception. After a None nothing has changed, but that blocks which
+    no window sees any more may be free.
     copies: those that the next step must make before its writes. Until it takes them their sources keep an owner more,
     so that they are not given away.
     """
@@ -34,8 +37,9 @@ class KVCacheManager:
     def __init__(self, spec: CacheSpec, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
         self.spec = spec
         self.block_size = spec.block_size
+        self.num_groups, self.has_windows = len(spec.windows), any(spec.windows)
         self.pool = BlockPool(spec.num_blocks)
-        self.prefix_cache = PrefixCache(spec.block_size)
+        self.prefix_cache = PrefixCache(spec)
         self.enable_prefix_caching = enable_prefix_caching
         self.copies: list[BlockCopy] = []
         self._num_copied: Counter[Block] = Counter()  # how often each block is a source of these
@@ -52,25 +56,30 @@ class KVCacheManager:
         """Logical blocks over physical ones: how many tables hold a block in use, on average. 1 where nothing is in use."""
         return self.pool.num_owned / self.pool.num_used if self.pool.num_used else 1.0
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def num_blocks_for_fork(self, fork: Fork) -> int:
         """The blocks that a fork needs for itself, to hold all its present tokens and write the next."""
-        return self.num_blocks_for(fork.child.num_tokens) - fork.num_tokens // self.block_size
+        num_shared = fork.num_tokens // self.block_size * self.block_size
+        return self.spec.num_blocks_for(fork.child.num_tokens - num_shared)
 
-    def match_prefix(self, seq: Sequence) -> list[Block]:
-        """The cached blocks that seq can start from; never all of it, for its last token must be computed."""
+    def match_prefix(self, seq: Sequence, forks: List[Fork] = ()) -> list[Block]:
+        """The cached entries of a block table that seq can start from; never for all of it, for its last token must be
+        computed. With windows not for more than its forks share, who must find all that they see."""
         if not self.enable_prefix_caching:
             return []
         num_blocks = (seq.num_tokens - 1) // self.block_size
         self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks, seq.cache_keys)
-        return self.prefix_cache.match(seq.block_hashes, num_blocks)
+        if self.has_windows:
+            num_blocks = min(num_blocks, *(fork.num_tokens // self.block_size for fork in forks), num_blocks)
+        return [block or self.pool.null_block for block in self.prefix_cache.match(seq.block_hashes, num_blocks)]
 
-    def num_tokens_found(self, seq: Sequence, matched: list[Block]) -> int:
+    def num_tokens_of(self, entries: List[Block]) -> int:
+        """How many tokens so many entries of a block table are for."""
+        return len(entries) // self.num_groups * self.block_size
+
+    def num_tokens_found(self, seq: Sequence, matched: List[Block]) -> int:
         """How many tokens of a sequence that holds no blocks need no computing: they are cached or swapped out."""
-        num_matched, swapped = len(matched) * self.block_size, seq.swapped
-        has_all = swapped is not None and len(matched) >= swapped.first_block
+        num_matched, swapped = self.num_tokens_of(matched), seq.swapped
+        has_all = swapped is not None and num_matched >= swapped.first_block * self.block_size
         return max(num_matched, swapped.num_computed_tokens) if has_all else num_matched
 
     def admit(
@@ -82,10 +91,11 @@ class KVCacheManager:
         prompt, or to take the block that a running sequence needs next, invites preemption.
         """
         assert not seq.block_table.blocks, f"{seq} already holds blocks"
-        num_matched_free = sum(block.ref_count == 0 for block in matched)
-        if self.num_blocks_for(seq.num_tokens) - len(matched) + reserve > self.pool.num_free - num_matched_free:
+        shared = self._owned(matched)
+        num_needed = self.spec.num_blocks_for(seq.num_tokens - self.num_tokens_of(matched))
+        if num_needed + reserve > self.pool.num_free - sum(block.ref_count == 0 for block in shared):
             return None
-        for block in matched:
+        for block in shared:
             self.pool.acquire(block)
         seq.block_table.blocks.extend(matched)
         seq.num_computed_tokens = self.num_tokens_found(seq, matched)
@@ -94,26 +104,55 @@ class KVCacheManager:
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> list[Block] | None:
         """Blocks for the next num_new_tokens tokens after the computed ones; None, and nothing taken, if too few are free.
 
-        Where the first of these tokens would write a block that others hold too, seq gets a copy of it, the first of
-        the blocks returned. The last one to hold it writes in place.
+        Where the first of these tokens would write blocks that others hold too, seq gets copies of them, the first of
+        the blocks returned. The last one to hold a block writes in place.
         """
-        blocks = seq.block_table.blocks
-        num_missing = max(0, -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size) - len(blocks))
-        first = seq.num_computed_tokens // self.block_size
-        is_shared = first < len(blocks) and blocks[first].ref_count - self._num_copied[blocks[first]] > 1
-        if num_missing + is_shared == 0:
-            return []
-        if num_missing + is_shared > self.pool.num_free:
+        blocks, num_copied = seq.block_table.blocks, self._num_copied
+        first = seq.num_computed_tokens // self.block_size * self.num_groups
+        written = range(first, min(first + self.num_groups, len(blocks)))
+        shared = [i for i in written if blocks[i].ref_count - num_copied[blocks[i]] > 1]
+        missing = self._missing_entries(seq, num_new_tokens)
+        num_new = len(shared) + sum(missing)
+        if num_new > self.pool.num_free and self.has_windows:
+            self._leave_behind(seq, seq.num_computed_tokens)
+        if num_new > self.pool.num_free:
             return None
-        new = [self.pool.pop_free() for _ in range(num_missing + is_shared)]
+        new = [self.pool.pop_free() for _ in range(num_new)]
         for block in new:
             self.prefix_cache.evict(block)
-        if is_shared:
-            self.copies.append(BlockCopy(seq, first, source=blocks[first], destination=new[0]))
-            self._num_copied[blocks[first]] += 1
-            blocks[first] = new[0]
-        blocks.extend(new[is_shared:])
+        for i, block in zip(shared, new):
+            self.copies.append(BlockCopy(seq, i, source=blocks[i], destination=block))
+            num_copied[blocks[i]] += 1
+            blocks[i] = block
+        added = iter(new[len(shared) :])
+        blocks.extend(next(added) if is_seen else self.pool.null_block for is_seen in missing)
         return new
+
+    def num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
+        """The blocks that seq's table lacks for the next num_new_tokens tokens after the computed ones."""
+        return sum(self._missing_entries(seq, num_new_tokens))
+
+    def _missing_entries(self, seq: Sequence, num_new_tokens: int) -> list[bool]:
+        """The entries that seq's table lacks for these tokens: whether any of them, or a later one, sees the block."""
+        num_have = len(seq.block_table.blocks) // self.num_groups
+        num_logical = self.spec.num_logical_for(seq.num_computed_tokens + num_new_tokens)
+        if num_have >= num_logical:
+            return []
+        return [i >= first for i in range(num_have, num_logical) for first in self.spec.seen_from(seq.num_computed_tokens)]
+
+    def _owned(self, entries: Iterable[Block]) -> list[Block]:
+        """Without the null block, which stands where a window has passed."""
+        return [block for block in entries if block is not self.pool.null_block]
+
+    def _leave_behind(self, seq: Sequence, num_tokens: int) -> None:
+        """Frees the blocks that no token after num_tokens tokens sees."""
+        blocks, null_block, passed = seq.block_table.blocks, self.pool.null_block, []
+        for group, first in enumerate(self.spec.seen_from(num_tokens)):
+            entries = range(group, len(blocks), self.num_groups)[:first]
+            for i in takewhile(lambda i: blocks[i] is not null_block, reversed(entries)):
+                passed.append(blocks[i])
+                blocks[i] = null_block
+        self.pool.release(passed)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Lets a child that holds no blocks share the KV of its first num_tokens tokens, which are the parent's too.
@@ -124,8 +163,8 @@ class KVCacheManager:
         assert not child.block_table.blocks, f"{child} already holds blocks"
         is_whole = num_tokens % self.block_size == 0
         assert num_tokens == parent.num_computed_tokens or (is_whole and num_tokens < parent.num_computed_tokens)
-        shared = parent.block_table.blocks[: self.num_blocks_for(num_tokens)]
-        for block in shared:
+        shared = parent.block_table.blocks[: self.spec.num_logical_for(num_tokens) * self.num_groups]
+        for block in self._owned(shared):
             self.pool.acquire(block)
         child.block_table.blocks.extend(shared)
         child.num_computed_tokens = num_tokens
@@ -137,19 +176,22 @@ class KVCacheManager:
         self.pool.release([copy.source for copy in copies])
         return copies
 
-    def cache_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
-        """Makes the blocks that became full when tokens [start, end) were computed findable by other sequences.
+    def mark_computed(self, seq: Sequence, start: int, end: int) -> None:
+        """Makes the blocks that became full when tokens [start, end) were computed findable by other sequences, then
+        frees those that no later token sees.
 
         All of these tokens must be known, and their step must have run.
         """
-        if not self.enable_prefix_caching:
-            return
         first, last = start // self.block_size, end // self.block_size
         if first == last:
             return
-        self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, last, seq.cache_keys)
-        for i in range(first, last):
-            self.prefix_cache.insert(seq.block_table.blocks[i], seq.block_hashes, i)
+        if self.enable_prefix_caching:
+            self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, last, seq.cache_keys)
+            for i in range(first * self.num_groups, last * self.num_groups):
+                if (block := seq.block_table.blocks[i]) is not self.pool.null_block:
+                    self.prefix_cache.insert(block, i % self.num_groups, seq.block_hashes, i // self.num_groups)
+        if self.has_windows:
+            self._leave_behind(seq, end)
 
     def distrust(self, seq: Sequence) -> None:
         """Makes what seq has computed findable no more: its KV gave logits that are no numbers."""
@@ -158,7 +200,7 @@ class KVCacheManager:
 
     def free(self, seq: Sequence) -> None:
         """Gives all blocks back, the tail first: a prefix is worth more than its continuation."""
-        self.pool.release(seq.block_table.blocks[::-1])
+        self.pool.release(self._owned(reversed(seq.block_table.blocks)))
         seq.block_table.blocks.clear()
         seq.num_computed_tokens = 0
         dropped = [copy.source for copy in self.copies if copy.seq is seq]
@@ -167,53 +209,13 @@ class KVCacheManager:
             self._num_copied.subtract(dropped)
             self.pool.release(dropped)
 
-    def swap_out(self, seq: Sequence) -> bool:
-        """Frees a sequence's blocks, of which seq.swapped says what is to be copied to host memory before the next step
-        runs; False, and nothing changed, where host memory is short. No step may be in flight.
-
-        A prefix that others hold too is not copied: it stays findable while they live. Where it is gone when the sequence
-        comes back, all of it is recomputed.
-        """
-        assert seq.num_computed_tokens < seq.num_tokens, f"{seq} has a token in flight"
-        num_blocks, first = self.num_blocks_for(seq.num_computed_tokens), 0
-        blocks = seq.block_table.blocks[:num_blocks]
-        while first < num_blocks and blocks[first].ref_count > 1 and blocks[first].block_hash is not None:
-            first += 1
-        swapped = SwappedOut(first, seq.num_computed_tokens, [block.block_id for block in blocks[first:]])
-        if not self.swap_space.take(swapped):
-            return False
-        seq.swapped = swapped
-        self.free(seq)
-        return True
-
-    def swap_in(self, seq: Sequence, num_matched: int) -> SwappedOut | None:
-        """For a sequence just admitted with num_matched cached blocks: what is to be copied into its blocks before the
-        next step runs; None where nothing is, or all of it has to be recomputed."""
-        swapped, table = seq.swapped, seq.block_table
-        if swapped is None:
-            return None
-        self.discard_swapped(seq)
-        if num_matched < swapped.first_block or num_matched * self.block_size >= swapped.num_computed_tokens:
-            return None
-        num_cached = num_matched - swapped.first_block
-        last = swapped.first_block + len(swapped.block_ids)
-        swapped.block_ids = [0] * num_cached + [block.block_id for block in table.blocks[num_matched:last]]
-        self.cache_full_blocks(seq, num_matched * self.block_size, swapped.num_computed_tokens)
-        return swapped
-
-    def discard_swapped(self, seq: Sequence) -> None:
-        """Gives up what a sequence has in host memory, if anything."""
-        if seq.swapped is not None:
-            self.swap_space.give_back(seq.swapped)
-            seq.swapped = None
-
     def pin(self, token_ids: list[int]) -> None:
         """Owns the cached full blocks of a prefix, for good."""
         hashes: list[BlockHash] = []
         num_blocks = len(token_ids) // self.block_size
         self.prefix_cache.extend_hashes(hashes, token_ids, num_blocks)
         table = BlockTable()
-        table.blocks.extend(self.prefix_cache.match(hashes, num_blocks))
+        table.blocks.extend(filter(None, self.prefix_cache.match(hashes, num_blocks)))
         for block in table.blocks:
             self.pool.acquire(block)
         self.pinned.append(table)

@@ -45,12 +45,16 @@ def with_kv_scales(
     plain = StepFunction(replace(step.config, kv_cache_dtype="auto"), step.model, step.mesh)
     assert not plain.layout.is_quantised
     texts = [encode(text)[: step.model.max_position] for text in TEXTS]
-    batch, num_blocks = prefill_batch(texts, plain.layout.block_size)
+    groups = plain.groups
+    batch, num_blocks = prefill_batch(texts, plain.layout.block_size, len(groups.windows))
 
     def largest(leaves, batch):
         model = nnx.merge(plain.graphdef, jax.tree.unflatten(plain.treedef, leaves))
         _, pools = model(batch, plain.make_pools(num_blocks))
-        return jnp.concatenate([_largest_of(pool, num_blocks, plain) for pool in pools])
+        blocks = np.arange(1, num_blocks).reshape(len(groups.windows), -1)  # of each group
+        if plain.roll_layers:
+            return _largest_in(pools[0], np.stack([place * num_blocks + blocks[g] for g, place in groups.of_layers]), plain)
+        return jnp.stack([_largest_in(pools[place], blocks[g], plain) for g, place in groups.of_layers])
 
     batch = jax.device_put(batch, plain.replicated)
     jitted = jax.jit(largest, out_shardings=plain.replicated)
@@ -62,14 +66,13 @@ def with_kv_scales(
     return nnx.merge_state(weights, nnx.State(found))
 
 
-def _largest_of(pool, num_blocks: int, step: StepFunction) -> jax.Array:
-    """[layers of this pool, 2, K]: the largest magnitudes in all blocks but the null block."""
-    ids = jnp.arange(pool.num_blocks).reshape(-1, num_blocks)[:, 1:]
+def _largest_in(pool, ids: np.ndarray, step: StepFunction) -> jax.Array:
+    """[..., 2, K]: the largest magnitudes in blocks ids [..., n]."""
     return jax.shard_map(
         lambda pool: kv_absmax(pool, ids),
         mesh=step.mesh,
         in_specs=step.layout.partition_spec(MODEL_AXIS),
-        out_specs=P(None, None, MODEL_AXIS),
+        out_specs=P(*[None] * ids.ndim, MODEL_AXIS),
         check_vma=False,
     )(pool)
 

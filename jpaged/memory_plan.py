@@ -1,11 +1,13 @@
 """Where the memory goes: sizes the KV pool from what is really there, and says so."""
 
 import logging
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import jax
 
-from jpaged.config import CacheSpec, EngineConfig, resolve_max_model_len
+from jpaged.cache_spec import CacheSpec, resolve_max_model_len
+from jpaged.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +79,17 @@ class MemoryPlan:
         lines += [f"  {name:<20}{size / 2**20:>10,.1f} MiB  {note}".rstrip() for name, size, note in rows]
         num_blocks, length = self.spec.num_usable_blocks - num_pinned_blocks, self.spec.max_model_len
         tokens = num_blocks * self.spec.block_size
-        lines.append(
-            f"  {tokens:,} tokens fit: {tokens / length:.1f} requests of the maximum length, {length:,} tokens"
-        )
+        if len(self.spec.windows) > 1 or any(self.spec.windows):
+            size = self.spec.num_blocks_for(length)
+            groups = ", ".join(
+                f"{count} of {'all tokens' if window is None else f'the last {window:,} tokens'}"
+                for window, count in Counter(self.spec.windows).items()
+            )
+            lines.append(f"  attention groups: {groups}; each has its own blocks")
+            fit = f"{num_blocks / size:.1f} requests of the maximum length, {length:,} tokens in {size:,} blocks, fit"
+        else:
+            fit = f"{tokens:,} tokens fit: {tokens / length:.1f} requests of the maximum length, {length:,} tokens"
+        lines.append(f"  {fit}")
         return "\n".join(lines)
 
 
@@ -95,6 +105,7 @@ def plan_memory(
     device: jax.Device,
     step: StepMemory | None,
     num_programs: int,
+    windows: tuple[int | None, ...] = (None,),
 ) -> MemoryPlan:
     """Sizes the pool. weights, rows (the state of running sequences) and bytes_per_block are those of one device.
 
@@ -118,11 +129,13 @@ def plan_memory(
                 f"{max(available, 0)} bytes for the KV pool ({reason}) hold {max(num_blocks, 0)} blocks of "
                 f"{bytes_per_block} bytes; at least 2 are needed"
             )
-    usable_tokens = (num_blocks - 1) * block_size
     spec = CacheSpec(
         num_blocks=num_blocks,
         block_size=block_size,
-        max_model_len=resolve_max_model_len(config, max_position, usable_tokens),
+        max_model_len=max_position,
+        windows=windows,
+        max_num_batched_tokens=config.max_num_batched_tokens,
     )
+    spec = replace(spec, max_model_len=resolve_max_model_len(config, max_position, spec.num_usable_tokens))
     pool = num_blocks * bytes_per_block
     return MemoryPlan(spec, str(device), limit, weights, rows, step, num_programs, pool, cache_dtype, reason)

@@ -84,6 +84,7 @@ def plan_step_memory(step: StepFunction, buckets: Buckets, device: jax.Device | 
         max_position=step.model.max_position,
         block_size=step.layout.block_size,
         bytes_per_block=step.bytes_per_block,
+        windows=step.groups.windows,
         cache_dtype=step.layout.dtype,
         weights=step.weight_bytes,
         rows=step.row_bytes,
@@ -130,12 +131,12 @@ class ModelRunner:
                 on_compiled(phase)
 
         self.programs = Programs(self._compile, self.buckets.all(), on_prepared)
-        max_blocks = self.spec.max_blocks_per_seq
-        load, arguments = self.step.jitted_load(max_blocks), self.step.load_arguments(max_blocks)
+        table_width = self.spec.table_width
+        load, arguments = self.step.jitted_load(table_width), self.step.load_arguments(table_width)
         self._load_rows = self._program_cache.compile(("rows",), load, arguments, jax.tree.structure(arguments[0]))
         can_swap = config.preemption_mode != "recompute"
         self._swapper = BlockSwapper(self.step, self.spec, self._program_cache) if can_swap else None
-        self._edit_programs = EditPrograms(self.step, max_blocks, self._program_cache)
+        self._edit_programs = EditPrograms(self.step, table_width, self._program_cache)
         self._make_state = self._compile_make_state()
         self.state = self._make_state()
         scales = weights["kv_scales"].get_value() if self.layout.is_quantised else None
@@ -204,7 +205,7 @@ class ModelRunner:
 
     def _compile_make_state(self) -> Callable[[], DeviceState]:
         """Compiled once and kept: after a failed step there must be nothing to compile."""
-        size = self.spec.num_blocks, self.spec.max_blocks_per_seq
+        size = self.spec.num_blocks, self.spec.table_width
         make = jax.jit(partial(self.step.make_state, *size), out_shardings=self.step.state_shardings)
         return self._program_cache.compile(("state",), make, (), jax.tree.structure(self.step.state(*size)))
 
@@ -217,5 +218,5 @@ class ModelRunner:
         )  # fmt: skip
 
     def _compile(self, bucket: tuple[int, int]):
-        arguments = self.step.arguments(bucket, self.spec.num_blocks, self.spec.max_blocks_per_seq)
+        arguments = self.step.arguments(bucket, self.spec.num_blocks, self.spec.table_width)
         return self._program_cache.compile(bucket, self.step.jitted(bucket), arguments, self.step.result_structure)

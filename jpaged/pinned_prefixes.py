@@ -20,14 +20,14 @@ class PinnedPrefixes:
     def __init__(self, kv: KVCacheManager, add_request: Callable[[str, list[int], SamplingParams], object]):
         self._kv = kv
         self._add_request = add_request
-        self._hashes: set[BlockHash] = set()
+        self._held: set[tuple[int, BlockHash]] = set()  # (group, content) of their blocks
         self.prefixes: dict[str, list[int]] = {}  # by request id
         self.computing: set[str] = set()
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the prefixes take, those still to be computed included."""
-        return len(self._hashes)
+        return len(self._held)
 
     def add(self, token_ids: list[int]) -> None:
         """Queues a prefix. Raises ValueError where it has no full block, or leaves no room for a request of maximum length."""
@@ -39,17 +39,19 @@ class PinnedPrefixes:
             raise ValueError(f"pin_prefix has {len(token_ids)} tokens; the least is a block, {spec.block_size} tokens")
         hashes: list[BlockHash] = []
         kv.prefix_cache.extend_hashes(hashes, token_ids, num_blocks)
-        total = len(self._hashes.union(hashes))
-        if total + spec.max_blocks_per_seq > spec.num_usable_blocks:
+        seen_from = spec.seen_from(num_blocks * spec.block_size)
+        held = self._held.union((group, h) for group, first in enumerate(seen_from) for h in hashes[first:])
+        total, num_most = len(held), spec.num_blocks_for(spec.max_model_len)
+        if total + num_most > spec.num_usable_blocks:
             raise ValueError(
                 f"pin_prefix needs {total} blocks in all, which leaves {spec.num_usable_blocks - total} of the KV pool's "
                 f"{spec.num_usable_blocks}; a request of max_model_len ({spec.max_model_len}) needs "
-                f"{spec.max_blocks_per_seq}: raise kv_cache_memory_bytes or lower max_model_len"
+                f"{num_most}: raise kv_cache_memory_bytes or lower max_model_len"
             )
         request_id = f"pinned prefix {len(self.prefixes)}"
         self._queue(request_id, token_ids)
         self.prefixes[request_id] = token_ids
-        self._hashes.update(hashes)
+        self._held = held
 
     def take(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
         """Pins what a step has completed; returns the deltas that are for others. To be called before the next step is

@@ -23,7 +23,7 @@ def check_invariants(
     assert len(queue) == pool.num_free, (len(queue), pool.num_free)
     assert pool.num_free + pool.num_used == len(pool.blocks) - 1
     tables = [*(seq.block_table for seq in sequences), *pinned]
-    owners = Counter(block.block_id for table in tables for block in table.blocks)
+    owners = Counter(block.block_id for table in tables for block in table.blocks if block is not pool.null_block)
     owners += Counter(source.block_id for source, _ in copies)
     written = {destination for _, destination in copies}
     assert len(written) == len(copies) and written.isdisjoint(source for source, _ in copies), copies
@@ -34,17 +34,23 @@ def check_invariants(
         assert (block.ref_count == 0) == (block.block_id in free_ids), f"{block} is both used and free, or neither"
     assert pool.num_owned == owners.total(), (pool.num_owned, owners.total())
     assert pool.null_block.ref_count == 0 and 0 not in owners and 0 not in free_ids
-    for block_hash, block in prefix_cache.blocks.items():
+    cached = [(content, block) for content, entry in prefix_cache.blocks.items() for block in entry if block is not None]
+    for block_hash, block in cached:
         assert block.block_hash == block_hash, f"{block} is cached under another hash"
     num_hashed = sum(block.block_hash is not None for block in pool.blocks)
-    assert num_hashed == len(prefix_cache.blocks), (num_hashed, len(prefix_cache.blocks))
+    assert num_hashed == len(cached), (num_hashed, len(cached))
     in_host = [seq for seq in sequences if seq.swapped is not None]
     assert swap_space.num_used == sum(seq.swapped.num_host_blocks for seq in in_host)
     assert swap_space.num_used <= swap_space.capacity
     assert not any(seq.block_table.blocks for seq in in_host), "a sequence is both swapped out and in the pool"
+    spec = prefix_cache.spec
+    num_groups = len(spec.windows)
     for seq in sequences:
-        num_slots = len(seq.block_table) * prefix_cache.block_size
-        assert seq.num_computed_tokens <= num_slots, f"{seq} has KV outside its blocks"
+        blocks, num_computed = seq.block_table.blocks, seq.num_computed_tokens
+        assert num_computed * num_groups <= len(blocks) * spec.block_size, f"{seq} has KV outside its blocks"
         # Writing happens at num_computed_tokens and after: what is there may be shared until then, but not found.
-        for block in seq.block_table.blocks[seq.num_computed_tokens // prefix_cache.block_size :]:
+        for block in blocks[num_computed // spec.block_size * num_groups :]:
             assert block.block_hash is None, f"{seq} would write {block}, which others may find"
+        for group, first in enumerate(spec.seen_from(num_computed)):
+            seen = blocks[first * num_groups + group :: num_groups]
+            assert pool.null_block not in seen, f"{seq} lacks blocks that group {group} sees"

@@ -4,7 +4,8 @@ import logging
 from dataclasses import dataclass
 from typing import Self
 
-from jpaged.config import CacheSpec, EngineConfig
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import EngineConfig
 from jpaged.sequence import Sequence
 from jpaged.swap_space import CHUNK
 

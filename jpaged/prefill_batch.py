@@ -8,8 +8,9 @@ from models.types import ForwardBatch
 from pallas_kernels import AttentionMetadata
 
 
-def prefill_batch(sequences: list[list[int]], block_size: int) -> tuple[ForwardBatch, int]:
-    """A step in an empty pool, and how many blocks that needs: sequences lie one after the other from block 1.
+def prefill_batch(sequences: list[list[int]], block_size: int, num_groups: int = 1) -> tuple[ForwardBatch, int]:
+    """A step in an empty pool, and how many blocks that needs: sequences lie one after the other from block 1, those of
+    the next attention group after them.
 
     Its logits are of each sequence's last token.
     """
@@ -29,5 +30,7 @@ def prefill_batch(sequences: list[list[int]], block_size: int) -> tuple[ForwardB
         distribution=np.array([0, 0, len(lens)], np.int32),
         slot_mapping=tables[sequence, positions // block_size] * block_size + positions % block_size,
     )
+    num_each = int(num_blocks.sum())
+    of_groups = tuple(meta.at_block(group * num_each, block_size) for group in range(num_groups))
     token_ids = np.fromiter(itertools.chain.from_iterable(sequences), np.int32)
-    return ForwardBatch(token_ids, positions, meta, starts[1:] - 1), int(ends[-1])
+    return ForwardBatch(token_ids, positions, of_groups, starts[1:] - 1), 1 + num_groups * num_each

@@ -2,9 +2,10 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Container
 
 from jpaged.block_pool import Block
+from jpaged.cache_spec import CacheSpec
 
 
 class BlockHash:
@@ -51,11 +52,17 @@ ROOT_HASH = BlockHash(bytes(32), b"", None)
 
 
 class PrefixCache:
-    """Which full blocks can be shared. It owns no block: a cached block without owner waits in the free queue."""
+    """Which full blocks can be shared. It owns no block: a cached block without owner waits in the free queue.
 
-    def __init__(self, block_size: int):
-        self.block_size = block_size
-        self.blocks: dict[BlockHash, Block] = {}
+    blocks: of each content, the block of every attention group, None where the group has none.
+    """
+
+    def __init__(self, spec: CacheSpec):
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.blocks: dict[BlockHash, list[Block | None]] = {}
+        self._groups_of_all = [group for group, window in enumerate(spec.windows) if window is None]
+        self._none = [None] * len(spec.windows)
 
     def extend_hashes(
         self, hashes: list[BlockHash], token_ids: list[int], num_blocks: int, keys: tuple[str, ...] = ()
@@ -67,29 +74,54 @@ class PrefixCache:
             parent = hashes[-1] if i else root_hash(keys)
             hashes.append(hash_block(parent, token_ids[i * size : (i + 1) * size]))
 
-    def match(self, hashes: list[BlockHash], num_blocks: int) -> list[Block]:
-        """The longest run of cached blocks from the start, of the first num_blocks at most."""
-        matched = []
-        for i in range(num_blocks):
-            block = self.blocks.get(hashes[i])
-            if block is None:
-                break
-            matched.append(block)
-            self._unify(hashes, i, block.block_hash)
-        return matched
+    def match(self, hashes: list[BlockHash], num_blocks: int) -> list[Block | None]:
+        """The entries of the longest block table that can be had of the first num_blocks logical blocks; None where a window
+        has passed a block.
 
-    def insert(self, block: Block, hashes: list[BlockHash], i: int) -> None:
-        """Makes a full block findable: block i of a sequence. Where another has the same content, that stays the cached one."""
-        known = self.blocks.get(hashes[i])
-        if known is not None:
-            self._unify(hashes, i, known.block_hash)
-            return
-        block.block_hash = hashes[i]
-        self.blocks[hashes[i]] = block
+        Of groups that see everything all its blocks are cached, of those with a window the last ones.
+        """
+        found = []
+        for i in range(num_blocks):
+            entry = self.blocks.get(hashes[i])
+            if entry is not None:
+                self._unify(hashes, i, entry)
+            else:
+                entry = self._none
+            if any(entry[group] is None for group in self._groups_of_all):
+                break
+            found.append(entry)
+        if len(self._groups_of_all) == len(self._none):
+            return [block for entry in found for block in entry]
+        num_found = self._num_seen_whole(found)
+        seen_from = self.spec.seen_from(num_found * self.block_size)
+        return [
+            block if i >= first else None
+            for i, entry in enumerate(found[:num_found])
+            for first, block in zip(seen_from, entry)
+        ]
+
+    def _num_seen_whole(self, found: list[list[Block | None]]) -> int:
+        """The most logical blocks after which every group has all that it sees."""
+        num_blocks = i = len(found)
+        seen_from = self.spec.seen_from(num_blocks * self.block_size)
+        while i > min(seen_from):
+            i -= 1
+            if any(i >= first and block is None for first, block in zip(seen_from, found[i])):
+                num_blocks, seen_from = i, self.spec.seen_from(i * self.block_size)
+        return num_blocks
+
+    def insert(self, block: Block, group: int, hashes: list[BlockHash], i: int) -> None:
+        """Makes a full block findable: a group's of logical block i. Where another has the same content, that stays the
+        cached one."""
+        entry = self.blocks.setdefault(hashes[i], [None] * len(self.spec.windows))
+        self._unify(hashes, i, entry)
+        if entry[group] is None:
+            entry[group], block.block_hash = block, hashes[i]
 
     @staticmethod
-    def _unify(hashes: list[BlockHash], i: int, equal: BlockHash) -> None:
+    def _unify(hashes: list[BlockHash], i: int, entry: list[Block | None]) -> None:
         """Takes the cached hash in the place of its equal: comparing what comes after then ends here, and not at the start."""
+        equal = next((block.block_hash for block in entry if block is not None), hashes[i])
         hashes[i] = equal
         if i + 1 < len(hashes):
             hashes[i + 1].parent = equal
@@ -97,14 +129,14 @@ class PrefixCache:
     def evict(self, block: Block) -> None:
         """Forgets a block that is about to be overwritten."""
         if block.block_hash is not None:
-            del self.blocks[block.block_hash]
+            entry = self.blocks[block.block_hash]
+            entry[entry.index(block)] = None
+            if not any(entry):
+                del self.blocks[block.block_hash]
             block.block_hash = None
 
-    def clear(self, keep: Iterable[Block] = ()) -> None:
+    def clear(self, keep: Container[Block] = ()) -> None:
         """Forgets all content but that of keep."""
-        kept = {block.block_hash: block for block in keep if block.block_hash is not None}
-        for block in self.blocks.values():
-            block.block_hash = None
-        for block_hash, block in kept.items():
-            block.block_hash = block_hash
-        self.blocks = kept
+        for block in [block for entry in self.blocks.values() for block in entry]:
+            if block is not None and block not in keep:
+                self.evict(block)

@@ -5,7 +5,8 @@ from typing import Self
 
 from jpaged.bad_words import bad_word_tokens
 from jpaged.beam_search import num_candidates
-from jpaged.config import CacheSpec, EngineConfig
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import EngineConfig
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
@@ -17,9 +18,9 @@ class RequestCheck:
     vocab_size: int
     max_model_len: int
     max_position: int
-    num_usable_tokens: int
+    spec: CacheSpec
+    num_usable_blocks: int
     max_logprobs: int
-    block_size: int
     max_num_seqs: int
     max_num_edited_seqs: int
     max_unchunked: int | None  # tokens of a prompt whose log-probs one step must return; None for no limit
@@ -31,7 +32,7 @@ class RequestCheck:
         cls, config: EngineConfig, spec: CacheSpec, tokenizer: Tokenizer, *, vocab_size: int, max_position: int
     ) -> Self:
         return cls(
-            vocab_size, spec.max_model_len, max_position, spec.num_usable_tokens, config.max_logprobs, spec.block_size,
+            vocab_size, spec.max_model_len, max_position, spec, spec.num_usable_blocks, config.max_logprobs,
             config.max_num_seqs, config.max_num_edited_seqs,
             None if config.enable_chunked_prefill else config.max_num_seqs, tokenizer, config.scheduling_policy,
         )  # fmt: skip
@@ -52,7 +53,7 @@ class RequestCheck:
                 raise ValueError(f"{name} holds token id {worst}; the vocabulary ends at {self.vocab_size - 1}")
         bad_word_tokens(params.bad_words, self.tokenizer)
         num_prompt, limit = len(prompt_token_ids), self.max_model_len
-        why = "" if limit == self.max_position else f" (the KV pool holds {self.num_usable_tokens})"
+        why = "" if limit == self.max_position else f" (the KV pool holds {self.spec.num_tokens_in(self.num_usable_blocks)})"
         if num_prompt >= limit:
             raise ValueError(f"the prompt has {num_prompt} tokens; the context is {limit} tokens{why}, output included")
         if params.max_tokens is not None and num_prompt + params.max_tokens > limit:
@@ -86,9 +87,9 @@ class RequestCheck:
         """What was asked for, or as much as the context and, where samples share it, the pool can hold."""
         if params.max_tokens is not None:
             return params.max_tokens
-        num_shared, num_blocks = num_prompt // self.block_size, self.num_usable_tokens // self.block_size
-        num_each = num_shared + (num_blocks - num_shared) // params.num_samples
-        return min(self.max_model_len - num_prompt, num_each * self.block_size - num_prompt + 1)
+        num_shared = num_prompt // self.spec.block_size
+        num_tokens = self.spec.num_tokens_in(self.num_usable_blocks, params.num_samples, num_shared)
+        return min(self.max_model_len, num_tokens + 1) - num_prompt
 
     def _check_beams(self, params: SamplingParams) -> None:
         num_stops = len(params.stop_token_ids) + (0 if params.ignore_eos else len(self.tokenizer.eos_token_ids))
@@ -110,12 +111,10 @@ class RequestCheck:
                 f"{self.max_num_edited_seqs} (max_num_edited_seqs)"
             )
         max_tokens = max(self.max_tokens(num_prompt, params), params.min_tokens, 1)
-        num_shared = num_prompt // self.block_size
-        num_each = -(-(num_prompt + max_tokens - 1) // self.block_size) - num_shared
-        num_needed = num_shared + params.num_samples * num_each
-        num_blocks = self.num_usable_tokens // self.block_size
-        if num_needed > num_blocks:
+        num_shared = num_prompt // self.spec.block_size
+        num_needed = self.spec.num_blocks_for(num_prompt + max_tokens - 1, params.num_samples, num_shared)
+        if num_needed > self.num_usable_blocks:
             raise ValueError(
                 f"{params.num_samples} samples ({name}) of {num_prompt} prompt tokens and {max_tokens} more need "
-                f"{num_needed} blocks of the KV pool; it has {num_blocks}"
+                f"{num_needed} blocks of the KV pool; it has {self.num_usable_blocks}"
             )

@@ -14,6 +14,7 @@ from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import FinishReason, Sequence, SequenceStatus
 from jpaged.sequence_queues import SequenceQueues
 from jpaged.speculation import Speculation
+from jpaged.swapping import discard_swapped, swap_out
 
 
 class Scheduler:
@@ -67,7 +68,7 @@ class Scheduler:
         if self.speculation.must_wait(num_verified, len(self.running)):
             return plan
         may_draft = not num_verified and not self.forks  # drafts keep step with one another
-        budget, block_size = self.max_num_batched_tokens, self.kv.block_size
+        budget, slots_per_entry = self.max_num_batched_tokens, self.kv.block_size / self.kv.num_groups
         running, chunks = list(self.running), {}
         for i, seq in enumerate(running):  # of the budget there is always a token left for each that comes later
             if seq.num_pending and (seq.sits_out or seq.num_drafted or seq.num_tokens_left == 0):
@@ -85,7 +86,7 @@ class Scheduler:
             blocks = seq.block_table.blocks
             has_room = (
                 num_missing == 1
-                and seq.num_computed_tokens < len(blocks) * block_size
+                and seq.num_computed_tokens < len(blocks) * slots_per_entry
                 and blocks[-1].ref_count == 1  # where it is not, it may be that which the token is written to
             )
             if not has_room and (has_room := self._make_room(seq, num_tokens, plan)) is None:
@@ -177,7 +178,7 @@ class Scheduler:
                     break
             appended.append((row, seq, seq.token_ids[before:]))
             if (before - 1) // self.kv.block_size != (len(seq.token_ids) - 1) // self.kv.block_size:
-                self.kv.cache_full_blocks(seq, before - 1, len(seq.token_ids) - 1)
+                self.kv.mark_computed(seq, before - 1, len(seq.token_ids) - 1)
             if reason is not None:
                 if token_id == NOT_FINITE:
                     self.kv.distrust(seq)
@@ -189,7 +190,7 @@ class Scheduler:
         sampled = set(plan.sampled)
         for (seq, num_tokens), start in zip(plan.num_scheduled_tokens.items(), plan.starts):
             if not seq.is_finished and seq not in plan.drafts:
-                self.kv.cache_full_blocks(seq, start, start + num_tokens - (seq in sampled))
+                self.kv.mark_computed(seq, start, start + num_tokens - (seq in sampled))
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Ends a sequence, whatever its state, and frees its blocks at once. Ending it twice changes nothing."""
@@ -202,7 +203,7 @@ class Scheduler:
             plan.take_back_prompt_logprobs()
         self.in_flight.clear()
         for seq in self.waiting:
-            self.kv.discard_swapped(seq)
+            discard_swapped(self.kv, seq)
         while self.running:
             self.queues.preempt(self.running[-1])
 
@@ -224,8 +225,8 @@ class Scheduler:
 
         A group, which would have to bring its sharing back from host memory, is always recomputed.
         """
-        size = self.kv.num_blocks_for(victim.num_computed_tokens), victim.num_computed_tokens
-        is_swapped = victim.group is None and self.preemption.prefers_swap(*size) and self.kv.swap_out(victim)
+        size = self.kv.spec.num_blocks_for(victim.num_computed_tokens), victim.num_computed_tokens
+        is_swapped = victim.group is None and self.preemption.prefers_swap(*size) and swap_out(self.kv, victim)
         if is_swapped:
             plan.swapped_out.append(victim.swapped)
         gone = self.queues.preempt(victim)

@@ -6,6 +6,7 @@ from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.rows import Rows
 from jpaged.sequence import Sequence, SequenceStatus, insert_in_order
 from jpaged.sequence_group import Fork, ForksToCome
+from jpaged.swapping import discard_swapped
 
 
 class SequenceQueues:
@@ -60,7 +61,7 @@ class SequenceQueues:
             self.forks.drop([seq])
         else:
             self.waiting.remove(seq)
-            self.kv.discard_swapped(seq)
+            discard_swapped(self.kv, seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
 

@@ -45,7 +45,7 @@ class Speculation:
         draft = seq.drafter.propose(seq.token_ids, seq.num_pending, limit)
         if not draft:
             return []
-        num_new = self._kv.num_blocks_for(seq.num_computed_tokens + 1 + len(draft)) - len(seq.block_table)
+        num_new = self._kv.num_missing(seq, 1 + len(draft))
         if num_new > 0 and num_new + num_running > self._kv.pool.num_free:
             return []
         if self._kv.allocate_slots(seq, 1 + len(draft)) is None:

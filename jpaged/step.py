@@ -45,7 +45,8 @@ def step(
 
     def compute(host: StepInput, state: DeviceState) -> tuple[DeviceState, Sampled]:
         block_size = state.pools[0].block_size
-        logits, pools = model(forward_batch(host, state.rows, block_size), state.pools)
+        batch = forward_batch(host, state.rows, block_size, len(model.groups.windows))
+        logits, pools = model(batch, state.pools)
         sampling = jax.tree.map(lambda table: table[host.sampled_rows], state.rows.sampling)
         positions = sampled_positions(host)
         sampled = sample(logits, sampling, state.edits, positions, host.targets, max_logprobs=max_logprobs)
@@ -90,6 +91,7 @@ class StepFunction:
     def __init__(self, config: EngineConfig, model: ModelConfig, mesh: Mesh):
         platform = mesh.devices.flat[0].platform
         self.config, self.model, self.mesh = config, model, mesh
+        self.groups = model.attention_groups
         if model.num_kv_heads % mesh.size:
             raise ValueError(
                 f"tensor_parallel_size ({mesh.size}) must divide the model's {model.num_kv_heads} KV heads"
@@ -132,7 +134,7 @@ class StepFunction:
 
     def packing(self, bucket: tuple[int, int]) -> Packing:
         """How the host's input to a bucket's step, a `StepInput`, is packed."""
-        return StepInput.packing(*bucket, self.config.max_num_seqs)
+        return StepInput.packing(*bucket, self.config.max_num_seqs, len(self.groups.windows))
 
     def max_decodes(self, bucket: tuple[int, int]) -> int:
         """How many decodes one run of a bucket's program may hold: several only where every sequence is sampled."""
@@ -142,59 +144,59 @@ class StepFunction:
 
     def jitted(self, bucket: tuple[int, int]):
         """The step of one bucket."""
-        copy = partial(copy_kv_blocks, num_layers=self.model.num_layers, mesh=self.mesh, layout=self.layout)
+        copy = partial(copy_kv_blocks, num_places=self.groups.num_places, mesh=self.mesh, layout=self.layout)
         static = (
             self.graphdef, self.treedef, copy, self.packing(bucket), self.config.max_logprobs, self.max_decodes(bucket)
         )  # fmt: skip
         return jax.jit(partial(step, *static), donate_argnums=1, out_shardings=(self.state_shardings, self.replicated))
 
-    def state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
-        """The shapes of the state with num_blocks blocks for each layer."""
+    def state(self, num_blocks: int, table_width: int) -> DeviceState:
+        """The shapes of the state of num_blocks blocks."""
         pools = self._pools(num_blocks, partial(pool_struct, sharding=self.pool_sharding))
-        kept = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq), LogitsEdits.shapes(*self._edits_size)
+        kept = RowState.initial(self.config.max_num_seqs, table_width), LogitsEdits.shapes(*self._edits_size)
         shardings = self.state_shardings.rows, self.state_shardings.edits
         return DeviceState(pools, *jax.tree.map(lambda x, on: self._struct(x.shape, x.dtype, on), kept, shardings))
 
-    def make_state(self, num_blocks: int, max_blocks_per_seq: int) -> DeviceState:
+    def make_state(self, num_blocks: int, table_width: int) -> DeviceState:
         """The state before the first step. To be jitted, with `state_shardings`."""
-        rows = RowState.initial(self.config.max_num_seqs, max_blocks_per_seq)
+        rows = RowState.initial(self.config.max_num_seqs, table_width)
         # One value of each, repeated on the device: as a constant, all of it would be in the program.
         shapes, one = LogitsEdits.shapes(*self._edits_size), LogitsEdits.neutral(1, 1)
         edits = jax.tree.map(lambda leaf, value: jnp.full(leaf.shape, value.flat[0], leaf.dtype), shapes, one)
         return DeviceState(self.make_pools(num_blocks), jax.tree.map(jnp.asarray, rows), edits)
 
     def make_pools(self, num_blocks: int) -> Pools:
-        """Pools of zeros with num_blocks blocks for each layer."""
+        """Pools of zeros of num_blocks blocks."""
         return self._pools(num_blocks, make_pool)
 
     def _pools(self, num_blocks: int, make) -> Pools:
-        """One pool for each layer, or one of all layers where they are a loop on the device.
+        """One pool for each place of the attention groups, or one of all places where the layers are a loop on the device.
 
-        A pool a layer needs no block tables of its own, and stays below 2**31 elements, where offsets of 32 bits reach,
-        but for a small model on a large GPU; a pool of all layers is many times over it.
+        A pool a place needs no block tables of its own, and stays below 2**31 elements, where offsets of 32 bits reach,
+        but for a small model on a large GPU; a pool of all is many times over it.
         """
-        num_layers = self.model.num_layers
-        num_pools = 1 if self.roll_layers else num_layers
-        return tuple(make(self.layout, num_blocks * num_layers // num_pools) for _ in range(num_pools))
+        num_places = self.groups.num_places
+        num_pools = 1 if self.roll_layers else num_places
+        return tuple(make(self.layout, num_blocks * num_places // num_pools) for _ in range(num_pools))
 
-    def jitted_load(self, max_blocks_per_seq: int):
+    def jitted_load(self, table_width: int):
         """(rows, packed `RowLoad`) -> rows."""
-        packing = RowLoad.packing(max_blocks_per_seq)
+        packing = RowLoad.packing(table_width)
         return jax.jit(
             lambda rows, buffer: load_rows(rows, packing.unpack(buffer)),
             donate_argnums=0,
             out_shardings=self.state_shardings.rows,
         )
 
-    def load_arguments(self, max_blocks_per_seq: int) -> tuple:
+    def load_arguments(self, table_width: int) -> tuple:
         """What `jitted_load` is called with, as shapes with shardings."""
-        size = RowLoad.packing(max_blocks_per_seq).size
-        return self.state(2, max_blocks_per_seq).rows, self._struct((size,), np.int32)
+        size = RowLoad.packing(table_width).size
+        return self.state(2, table_width).rows, self._struct((size,), np.int32)
 
-    def arguments(self, bucket: tuple[int, int], num_blocks: int, max_blocks_per_seq: int) -> tuple:
+    def arguments(self, bucket: tuple[int, int], num_blocks: int, table_width: int) -> tuple:
         """What a bucket's step is called with: leaves, state and the packed `StepInput`, as shapes with shardings."""
         buffer = self._struct((self.packing(bucket).size,), np.int32)
-        return self.abstract_leaves, self.state(num_blocks, max_blocks_per_seq), buffer
+        return self.abstract_leaves, self.state(num_blocks, table_width), buffer
 
     @property
     def result_structure(self):
@@ -211,7 +213,7 @@ class StepFunction:
     @property
     def row_bytes(self) -> int:
         """Bytes on one device of the state that is kept of running sequences beside the pool."""
-        state = self.state(2, -(-self.model.max_position // self.layout.block_size))
+        state = self.state(2, self._max_table_width)
         return _bytes_on_one_device((state.rows, state.edits))
 
     @property
@@ -221,13 +223,16 @@ class StepFunction:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block of all layers on one device."""
-        return self.layout.shard.bytes_per_block * self.model.num_layers
+        """Bytes of one block, all its places, on one device."""
+        return self.layout.shard.bytes_per_block * self.groups.num_places
+
+    @property
+    def _max_table_width(self) -> int:
+        return -(-self.model.max_position // self.layout.block_size) * len(self.groups.windows)
 
     def measure(self, bucket: tuple[int, int], num_blocks: int) -> StepMemory:
         """Compiles a bucket against pools of num_blocks blocks and reads what it needs beside weights and pool."""
-        max_blocks = -(-self.model.max_position // self.layout.block_size)
-        arguments = self.arguments(bucket, num_blocks, max_blocks)
+        arguments = self.arguments(bucket, num_blocks, self._max_table_width)
         analysis = self.jitted(bucket).lower(*arguments).compile().memory_analysis()
         return StepMemory(
             temp=analysis.temp_size_in_bytes,

@@ -38,13 +38,13 @@ class StepInput:
     sampled_rows: Int[AnyArray, "R"]
     limits: Int[AnyArray, "R"]  # how many tokens each may yield, where a step is several decodes
     targets: Int[AnyArray, "R"]  # the token whose log-prob a row is for, where it is not to sample one: else -1
-    table_updates: Int[AnyArray, "T 3"]  # (row, column, block id)
-    block_copies: Int[AnyArray, "S 2"]  # (source, destination), to be made before anything is written; 0, 0 for none
+    table_updates: Int[AnyArray, "TG 3"]  # (row, entry of its block table, block id)
+    block_copies: Int[AnyArray, "SG 2"]  # (source, destination), to be made before anything is written; 0, 0 for none
 
     @classmethod
     @cache
-    def packing(cls, num_tokens: int, num_sampled: int, max_num_seqs: int) -> Packing:
-        """That of program (T, R)."""
+    def packing(cls, num_tokens: int, num_sampled: int, max_num_seqs: int, num_groups: int) -> Packing:
+        """That of program (T, R), for a model of num_groups attention groups."""
         num_seqs = max_sequences(num_tokens, max_num_seqs)
         sizes = {
             "row_ids": num_seqs, "starts": num_seqs, "query_start_loc": num_seqs + 1, "distribution": 3,
@@ -52,37 +52,42 @@ class StepInput:
             "token_ids": num_tokens,
         }  # fmt: skip
         flat = {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in sizes.items()}
-        pairs = {"table_updates": (num_tokens, 3), "block_copies": (num_seqs, 2)}
+        pairs = {"table_updates": (num_tokens * num_groups, 3), "block_copies": (num_seqs * num_groups, 2)}
         return Packing(cls(**flat, **{name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in pairs.items()}))
 
-    def make_neutral(self, max_num_seqs: int, max_blocks: int) -> None:
+    def make_neutral(self, max_num_seqs: int, table_width: int) -> None:
         """Makes host arrays of zeros a step of padding alone."""
         self.row_ids.fill(max_num_seqs)
         self.sampled_rows.fill(max_num_seqs)
         self.targets.fill(-1)
-        self.table_updates[:, 1] = max_blocks
+        self.table_updates[:, 1] = table_width
 
 
 @jax.named_scope("unpack")
-def forward_batch(step: StepInput, rows: RowState, block_size: int) -> ForwardBatch:
+def forward_batch(step: StepInput, rows: RowState, block_size: int, num_groups: int) -> ForwardBatch:
     """The model's input. Padding writes to the null block."""
     token = jnp.arange(len(step.token_ids))
     is_real = token < step.query_start_loc[step.distribution[2]]
     sequence, position = _locate(step, token)
     positions = jnp.where(is_real, position, 0)
-    tables = rows.block_tables[step.row_ids]
-    slots = tables[sequence, positions // block_size] * block_size + positions % block_size
-    newest = rows.newest_tokens[jnp.maximum(-1 - step.token_ids, 0)]
-    return ForwardBatch(
-        token_ids=jnp.where(step.token_ids < 0, newest, step.token_ids),
-        positions=positions,
-        attention=AttentionMetadata(
+    entries = rows.block_tables[step.row_ids]
+
+    def of_group(group: int) -> AttentionMetadata:
+        tables = entries[:, group::num_groups]
+        slots = tables[sequence, positions // block_size] * block_size + positions % block_size
+        return AttentionMetadata(
             seq_lens=step.starts + jnp.diff(step.query_start_loc),
             query_start_loc=step.query_start_loc,
             block_tables=tables,
             distribution=step.distribution,
             slot_mapping=jnp.where(is_real, slots, 0),
-        ),
+        )
+
+    newest = rows.newest_tokens[jnp.maximum(-1 - step.token_ids, 0)]
+    return ForwardBatch(
+        token_ids=jnp.where(step.token_ids < 0, newest, step.token_ids),
+        positions=positions,
+        attention=tuple(map(of_group, range(num_groups))),
         logits_indices=step.logits_indices,
     )
 

@@ -1,11 +1,14 @@
 """Self-attention over the paged pool."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from models.config import ModelConfig
 from models.layers import MODEL_AXIS, Linear, RopeTables, apply_rope
@@ -53,33 +56,42 @@ def paged_attention(
     pool: LayerPool,
     meta: AttentionMetadata,
     scales: Float[Array, "2 K"] | None,
+    kind: Int[Array, ""] | None = None,
     *,
+    windows: tuple[int | None, ...] = (None,),
     mesh: Mesh,
     layout: PoolLayout,
     implementation: str | None,
 ) -> tuple[Float[Array, "T H D"], LayerPool]:
     """Writes this step's K and V into the pool, then attends to all of it. A quantised pool has scales, of K and of V.
 
-    Each device of the mesh owns its share of the KV heads, their query heads and their part of the pool, so neither
-    needs communication.
+    Each token sees the last `windows[kind]` tokens of its sequence, all where that is None; a single window needs no
+    kind. Each device of the mesh owns its share of the KV heads, their query heads and their part of the pool, so
+    neither needs communication.
     """
 
-    def local(q, k, v, pool, meta, scales):
-        scales = _named(scales)
+    def attend(window, q, pool, meta, scales):
+        return ragged_paged_attention(
+            q, pool, meta,
+            sm_scale=q.shape[-1] ** -0.5, sliding_window=window, implementation=implementation, **_named(scales),
+        )  # fmt: skip
+
+    def local(q, k, v, pool, meta, scales, kind):
         with jax.named_scope("kv_write"):
-            pool = kv_write(pool, k, v, meta.slot_mapping, **scales)
+            pool = kv_write(pool, k, v, meta.slot_mapping, **_named(scales))
         with jax.named_scope("attention"):
-            scale = q.shape[-1] ** -0.5
-            return ragged_paged_attention(q, pool, meta, sm_scale=scale, implementation=implementation, **scales), pool
+            kinds = [partial(attend, window) for window in windows]
+            attended = kinds[0](q, pool, meta, scales) if kind is None else lax.switch(kind, kinds, q, pool, meta, scales)
+        return attended, pool
 
     by_head, by_kv_head = P(None, MODEL_AXIS, None), layout.partition_spec(MODEL_AXIS)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(by_head, by_head, by_head, by_kv_head, P(), _OF_SCALES),
+        in_specs=(by_head, by_head, by_head, by_kv_head, P(), _OF_SCALES, P()),
         out_specs=(by_head, by_kv_head),
         check_vma=False,
-    )(q, k, v, pool, meta, scales)
+    )(q, k, v, pool, meta, scales, kind)
 
 
 def attention_difference(
@@ -88,6 +100,7 @@ def attention_difference(
     meta: AttentionMetadata,
     scales: Float[Array, "2 K"] | None,
     *,
+    window: int | None,
     mesh: Mesh,
     layout: PoolLayout,
     implementation: str | None,
@@ -96,9 +109,12 @@ def attention_difference(
 
     def local(q, pool, meta, scales):
         outputs = (
-            ragged_paged_attention(q, pool, meta, sm_scale=q.shape[-1] ** -0.5, implementation=name, **_named(scales))
+            ragged_paged_attention(
+                q, pool, meta,
+                sm_scale=q.shape[-1] ** -0.5, sliding_window=window, implementation=name, **_named(scales),
+            )
             for name in (implementation, "xla")
-        )
+        )  # fmt: skip
         got, expected = (x.astype(jnp.float32) for x in outputs)
         worst, largest = jnp.max(jnp.abs(got - expected)), jnp.max(jnp.abs(expected))
         return jax.lax.pmax(worst, MODEL_AXIS) / jnp.maximum(jax.lax.pmax(largest, MODEL_AXIS), 1e-6)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from models.attention_groups import AttentionGroups
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -31,7 +33,14 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
+    layer_windows: tuple[int | None, ...] = ()  # how many tokens each layer sees, its own included; None, and (): all
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot be shared out over {self.num_kv_heads} KV heads")
+        if self.layer_windows and len(self.layer_windows) != self.num_layers:
+            raise ValueError(f"layer_windows has {len(self.layer_windows)} entries for {self.num_layers} layers")
+
+    @property
+    def attention_groups(self) -> AttentionGroups:
+        return AttentionGroups.of(self.layer_windows or (None,) * self.num_layers)

@@ -58,9 +58,10 @@ class LlamaModel(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """(batch, pools) -> (logits of the sampled rows, pools). Each layer has a pool, but with roll_layers.
+    """(batch, pools) -> (logits of the sampled rows, pools). There is a pool for each place of `AttentionGroups` (a layer,
+    where all layers are alike), but with roll_layers.
 
-    roll_layers makes the layers a loop on the device, over one pool that holds all of them one after the other:
+    roll_layers makes the layers a loop on the device, over one pool that holds all places one after the other:
     attention is compiled once, and each turn picks its own weights by `lax.switch`, which copies none of them (a scan
     over stacked weights does). On XLA:CPU this is as fast as a program of all layers in a row and compiles in less than
     half the time. Elsewhere the layers are unrolled, so that the compiler can fetch the next layer's weights early.
@@ -79,6 +80,7 @@ class Llama(nnx.Module):
         self.config = config
         self.layout = layout
         self.roll_layers = roll_layers
+        self.groups = config.attention_groups
         self.attention = partial(paged_attention, mesh=mesh, layout=layout, implementation=implementation)
         # A mesh adds up what its devices computed in the weights' dtype: float32 would be twice the bytes to send. On
         # XLA:CPU, where a mesh is for tests, matmuls are slow unless their results are float32.
@@ -99,9 +101,9 @@ class Llama(nnx.Module):
         def scales_of(index):
             return self.kv_scales[...][index] if self.layout.is_quantised else None
 
-        def whole_layer(layer, x, pool, scales):
+        def whole_layer(window, layer, x, pool, meta, scales):
             q, k, v = layer.before_attention(x, rope)
-            attended, pool = self.attention(q, k, v, pool, batch.attention, scales)
+            attended, pool = self.attention(q, k, v, pool, meta, scales, windows=(window,))
             return layer.after_attention(x, attended), pool
 
         def switched(half, index, *args):
@@ -109,18 +111,28 @@ class Llama(nnx.Module):
 
         def turn(index, carry):
             x, pool = carry
-            num_blocks = pool.num_blocks // config.num_layers
-            meta = batch.attention.at_block(index * num_blocks, self.layout.block_size)
+            group, place = group_of[index], place_of[index]
+            meta, kind = batch.attention[0], None
+            if len(batch.attention) > 1:
+                meta = jax.tree.map(lambda *of_groups: jnp.stack(of_groups)[group], *batch.attention)
+            if len(kinds) > 1:
+                kind = kind_of[group]
+            meta = meta.at_block(place * (pool.num_blocks // self.groups.num_places), self.layout.block_size)
             q, k, v = switched(LlamaLayer.before_attention, index, x, rope)
-            attended, pool = self.attention(q, k, v, pool, meta, scales_of(index))
+            attended, pool = self.attention(q, k, v, pool, meta, scales_of(index), kind, windows=kinds)
             return switched(LlamaLayer.after_attention, index, x, attended), pool
 
         if self.roll_layers:
+            group_of, place_of = map(jnp.array, zip(*self.groups.of_layers))
+            kinds = tuple(dict.fromkeys(self.groups.windows))
+            kind_of = jnp.array([kinds.index(window) for window in self.groups.windows])
             x, *pools = jax.lax.fori_loop(0, config.num_layers, turn, (x, *pools))
         else:
             pools = list(pools)
-            for index, layer in enumerate(layers):
-                x, pools[index] = _of_layer(whole_layer, *layer, x, pools[index], scales_of(index))
+            of_window = {window: partial(whole_layer, window) for window in self.groups.windows}
+            for index, (layer, (group, place)) in enumerate(zip(layers, self.groups.of_layers)):
+                run, meta = of_window[self.groups.windows[group]], batch.attention[group]
+                x, pools[place] = _of_layer(run, *layer, x, pools[place], meta, scales_of(index))
         x = self.model.norm(x[batch.logits_indices])
         head = self.model.embed_tokens.attend if config.tie_word_embeddings else self.lm_head
         with jax.named_scope("head"):

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from pallas_kernels import AnyArray, AttentionMetadata, LayerPool
 
 Pools = tuple[LayerPool, ...]
-"""A model's KV: one pool a layer, or one pool of all layers one after the other."""
+"""A model's KV: one pool a place of `AttentionGroups`, or one pool of all places one after the other."""
 
 
 @jax.tree_util.register_dataclass
@@ -21,5 +21,5 @@ class ForwardBatch:
 
     token_ids: Int[AnyArray, "T"]
     positions: Int[AnyArray, "T"]
-    attention: AttentionMetadata
+    attention: tuple[AttentionMetadata, ...]  # of each group: they differ in tables and slots
     logits_indices: Int[AnyArray, "R"]  # the token rows whose next token is sampled

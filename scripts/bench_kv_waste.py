@@ -22,7 +22,8 @@ from tqdm import tqdm
 from jpaged.bench.options import add_json_option, int_from
 from jpaged.bench.results import write_json
 from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
-from jpaged.config import CacheSpec, EngineConfig
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler

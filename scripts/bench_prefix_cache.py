@@ -21,7 +21,8 @@ from tqdm import tqdm
 from jpaged import LLM, SamplingParams
 from jpaged.bench.options import add_json_option, int_from
 from jpaged.bench.results import load_note, spread, write_json
-from jpaged.config import DEFAULT_MODEL, CacheSpec
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import DEFAULT_MODEL
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sequence import Sequence
 
@@ -52,7 +53,7 @@ def host_cost(num_prompts: int, prompt_len: int, block_size: int) -> float:
         begin = time.perf_counter()
         for seq in sequences:
             kv.admit(seq, kv.match_prefix(seq), prompt_len)
-            kv.cache_full_blocks(seq, 0, prompt_len)
+            kv.mark_computed(seq, 0, prompt_len)
         seconds[enabled] = time.perf_counter() - begin
     return (seconds[True] - seconds[False]) / num_prompts
 

@@ -18,7 +18,8 @@ import numpy as np
 from jpaged.batch import BatchBuilder
 from jpaged.bench.options import add_json_option, int_from
 from jpaged.bench.results import load_note, write_json
-from jpaged.config import CacheSpec, EngineConfig
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler

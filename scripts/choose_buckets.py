@@ -25,7 +25,8 @@ from jpaged.bench.options import add_json_option, int_from
 from jpaged.bench.results import write_json
 from jpaged.bench.traces import SHAREGPT_LIKE, read_lengths
 from jpaged.buckets import Buckets
-from jpaged.config import MIN_TOKEN_BUCKET, CacheSpec, EngineConfig
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import MIN_TOKEN_BUCKET, EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler

@@ -18,17 +18,17 @@ from jpaged.step_input import StepInput, forward_batch, sampled_positions
 NEWEST = 1000  # the newest token of row r is NEWEST + r, as far as these tests' device knows
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def read_step(bucket, max_num_seqs, block_size, rows, buffer):
-    step = StepInput.packing(*bucket, max_num_seqs).unpack(buffer)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def read_step(bucket, max_num_seqs, block_size, num_groups, rows, buffer):
+    step = StepInput.packing(*bucket, max_num_seqs, num_groups).unpack(buffer)
     rows = extend_tables(rows, step.table_updates)
     sampling = jax.tree.map(lambda table: table[step.sampled_rows], rows.sampling)
-    return rows, forward_batch(step, rows, block_size), sampling, sampled_positions(step), step
+    return rows, forward_batch(step, rows, block_size, num_groups), sampling, sampled_positions(step), step
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def read_load(max_blocks, rows, buffer):
-    return load_rows(rows, RowLoad.packing(max_blocks).unpack(buffer))
+def read_load(table_width, rows, buffer):
+    return load_rows(rows, RowLoad.packing(table_width).unpack(buffer))
 
 
 class Device:
@@ -37,7 +37,7 @@ class Device:
     def __init__(self, config, spec):
         self.builder = BatchBuilder(config, spec, VOCAB_SIZE)
         self.config, self.spec = config, spec
-        rows = RowState.initial(config.max_num_seqs, spec.max_blocks_per_seq)
+        rows = RowState.initial(config.max_num_seqs, spec.table_width)
         newest = NEWEST + np.arange(config.max_num_seqs + 1, dtype=np.int32)
         self.rows = jax.tree.map(jnp.asarray, RowState(newest, rows.block_tables, rows.sampling))
 
@@ -45,8 +45,8 @@ class Device:
         """(ForwardBatch, sampling rows, sampled positions, StepInput) of the plan's step, as numpy arrays."""
         host_step = self.builder.build(plan)
         for buffer in host_step.row_loads:
-            self.rows = read_load(self.spec.max_blocks_per_seq, self.rows, buffer)
-        static = host_step.bucket, self.config.max_num_seqs, self.spec.block_size
+            self.rows = read_load(self.spec.table_width, self.rows, buffer)
+        static = host_step.bucket, self.config.max_num_seqs, self.spec.block_size, len(self.spec.windows)
         self.rows, *step = read_step(*static, self.rows, host_step.buffer)
         assert host_step.num_sampled == len(plan.sampled)
         wants_logprobs = any(seq.params.logprobs is not None for seq in plan.sampled)
@@ -54,18 +54,19 @@ class Device:
         return jax.tree.map(np.asarray, step)
 
 
-def plainly(plan, block_size):
-    """The step's inputs, one token at a time; block tables as lists of their valid entries."""
+def plainly(plan, block_size, group, num_groups):
+    """The step's inputs, one token at a time; a group's block tables as lists of their valid entries, None where its window
+    has passed."""
     token_ids, positions, slots, starts, seq_lens, tables, indices, sampling = [], [], [], [0], [], [], [], []
     for (seq, num_tokens), start in zip(plan.num_scheduled_tokens.items(), plan.starts):
         end = start + num_tokens
         for position in range(start, end):
             token_ids.append(seq.token_ids[position] if position < seq.num_tokens else NEWEST + seq.row)
             positions.append(position)
-            slots.append(seq.block_table.slot(position, block_size))
+            slots.append(seq.block_table.slot(position, block_size, group, num_groups))
         starts.append(len(token_ids))
         seq_lens.append(end)
-        tables.append(seq.block_table.block_ids())
+        tables.append([block_id or None for block_id in seq.block_table.block_ids()[group::num_groups]])
         if seq in plan.sampled:
             indices.append(len(token_ids) - 1)
             params = seq.params
@@ -90,9 +91,15 @@ def plainly(plan, block_size):
     return token_ids, positions, slots, starts, seq_lens, tables, indices, targets, sampling
 
 
-def check_step(plan, walk, batch, sampling, sampled_at, step):
-    token_ids, positions, slots, starts, seq_lens, tables, indices, targets, rows = plainly(plan, walk.spec.block_size)
-    meta, num_tokens, num_seqs = batch.attention, len(token_ids), len(seq_lens)
+def check_step(plan, walk, *made):
+    for group in range(len(walk.spec.windows)):
+        check_group(group, plan, walk, *made)
+
+
+def check_group(group, plan, walk, batch, sampling, sampled_at, step):
+    plain = plainly(plan, walk.spec.block_size, group, len(walk.spec.windows))
+    token_ids, positions, slots, starts, seq_lens, tables, indices, targets, rows = plain
+    meta, num_tokens, num_seqs = batch.attention[group], len(token_ids), len(seq_lens)
     assert batch.token_ids[:num_tokens].tolist() == token_ids
     assert batch.positions[:num_tokens].tolist() == positions and not batch.positions[num_tokens:].any()
     assert meta.slot_mapping[:num_tokens].tolist() == slots and not meta.slot_mapping[num_tokens:].any()
@@ -101,7 +108,7 @@ def check_step(plan, walk, batch, sampling, sampled_at, step):
     assert meta.seq_lens[:num_seqs].tolist() == seq_lens and not meta.seq_lens[num_seqs:].any()
     assert meta.distribution.tolist() == [plan.num_decodes, plan.num_decodes, num_seqs]
     for table, expected in zip(meta.block_tables, tables):
-        assert table[: len(expected)].tolist() == expected
+        assert [known and block_id for known, block_id in zip(expected, table.tolist())] == expected
     assert not meta.block_tables[num_seqs:].any()
     assert batch.logits_indices[: len(indices)].tolist() == indices and not batch.logits_indices[len(indices) :].any()
     assert sampled_at[: len(indices)].tolist() == [positions[i] + 1 for i in indices]
@@ -143,7 +150,7 @@ def test_sequence_that_comes_back_in_the_same_row_brings_its_new_tokens_and_bloc
     scheduler.kv.reset_prefix_cache()
     batch, *_ = built(device, scheduler)
     assert batch.token_ids[:7].tolist() == seq.token_ids[:7]
-    assert batch.attention.slot_mapping[:7].tolist() == [seq.block_table.slot(p, 4) for p in range(7)]
+    assert batch.attention[0].slot_mapping[:7].tolist() == [seq.block_table.slot(p, 4) for p in range(7)]
 
 
 def test_next_request_in_a_row_does_not_inherit_the_last_ones_parameters():
@@ -170,8 +177,8 @@ def test_prefix_hit_starts_after_the_shared_blocks_but_attends_to_them():
     scheduler.add(request(2, [5] * 9 + [6], max_tokens=1))
     batch, *_ = built(device, scheduler)
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([5, 6], [8, 9])
-    assert batch.attention.seq_lens[:1].tolist() == [10]
-    assert batch.attention.block_tables[0, :2].tolist() == [1, 2]
+    assert batch.attention[0].seq_lens[:1].tolist() == [10]
+    assert batch.attention[0].block_tables[0, :2].tolist() == [1, 2]
 
 
 def test_padding_writes_to_the_null_block():
@@ -180,8 +187,8 @@ def test_padding_writes_to_the_null_block():
     scheduler.add(request(1, [1] * 5, max_tokens=2))
     batch, *_ = built(device, scheduler)
     assert len(batch.token_ids) == 6
-    assert batch.attention.slot_mapping[5] < spec.block_size
-    assert min(batch.attention.slot_mapping[:5]) >= spec.block_size
+    assert batch.attention[0].slot_mapping[5] < spec.block_size
+    assert min(batch.attention[0].slot_mapping[:5]) >= spec.block_size
 
 
 def test_step_in_which_nothing_is_sampled_still_has_a_program():
@@ -220,7 +227,7 @@ def test_samples_of_one_prompt_are_sampled_from_one_token_and_then_write_copies(
     assert len(copies) == 2 and step.block_copies.tolist() == [*map(list, copies), *[[0, 0]] * (len(step.row_ids) - 2)]
     seqs = list(plan.num_scheduled_tokens)
     assert batch.token_ids[:3].tolist() == [NEWEST + seq.row for seq in seqs]
-    for seq, table, slot in zip(seqs, batch.attention.block_tables, batch.attention.slot_mapping):
+    for seq, table, slot in zip(seqs, batch.attention[0].block_tables, batch.attention[0].slot_mapping):
         assert table[:3].tolist() == seq.block_table.block_ids() and slot == seq.block_table.slot(10, 4)
 
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from jpaged.config import CacheSpec, EngineConfig, resolve_max_model_len
+from jpaged.cache_spec import CacheSpec, resolve_max_model_len
+from jpaged.config import EngineConfig
 from jpaged.speculative_config import SpeculativeConfig
 
 REFUSED = [

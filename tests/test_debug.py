@@ -6,6 +6,7 @@ import pytest
 from test_scheduler import Walk, fake_tokens, make, request
 
 from jpaged.debug import memory_map, snapshot
+from jpaged.swapping import swap_out
 
 
 def run_step(scheduler):
@@ -71,8 +72,12 @@ def test_a_snapshot_of_any_walk_agrees_with_the_pool_and_fits_the_page(seed):
             assert 0 <= block["filled"] <= state["block_size"]
         assert len(state["free_queue"]) == pool.num_free and len(state["blocks"]) == walk.spec.num_usable_blocks
         for seq in state["running"]:
-            filled = [state["blocks"][block_id - 1]["filled"] for block_id in seq["table"]]
-            assert sum(filled) >= seq["num_computed_tokens"]
+            for group in range(len(state["windows"])):
+                table = seq["table"][group :: len(state["windows"])]
+                filled = [state["blocks"][i - 1]["filled"] if i else state["block_size"] for i in table]
+                assert sum(filled) >= seq["num_computed_tokens"]
+        held = {i for table in tables for i in table if i}
+        assert sum(state["num_blocks_of_groups"]) == len(held) and len(state["windows"]) == len(walk.spec.windows)
         for decode in (None, str):
             assert all(len(line) <= 100 for line in memory_map(state, decode).splitlines())
 
@@ -84,7 +89,7 @@ def test_what_is_swapped_out_is_told():
         scheduler.add(request(number, [number] * 7, max_tokens=13))
     run_step(scheduler)
     victim = scheduler.running[-1]
-    assert scheduler.kv.swap_out(victim)
+    assert swap_out(scheduler.kv, victim)
     scheduler.running.remove(victim)
     scheduler.waiting.append(victim)
     assert memory_map(snapshot(scheduler)).splitlines()[-2:] == [

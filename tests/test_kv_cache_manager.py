@@ -1,8 +1,8 @@
 """KVCacheManager: whatever requests do, every token's KV is where its table says, and nobody overwrites what others share.
 
 The walk is a state machine over (admit, append, fork, write, free, evict, match) beside a model in dictionaries of the
-pool's content: slot -> the tokens up to and with the one whose KV was written there. Equal entries mean equal KV, so a
-slot is right exactly where its entry is the sequence's own prefix.
+pool's content: slot -> the attention group whose KV was written there, and the tokens up to and with that one. Equal
+entries mean equal KV, so a slot is right exactly where its entry is the sequence's own prefix.
 """
 
 import hashlib
@@ -21,17 +21,21 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jpaged.config import CacheSpec
+from jpaged.cache_spec import CacheSpec
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import Sequence
 from jpaged.swap_space import CHUNK, SwappedOut
+from jpaged.swapping import discard_swapped, swap_in, swap_out
 
 SIZE = 4
 
 
-def make_manager(num_blocks, **options):
-    return KVCacheManager(CacheSpec(num_blocks=num_blocks, block_size=SIZE, max_model_len=64), **options)
+def make_manager(num_blocks, windows=(None,), **options):
+    spec = CacheSpec(
+        num_blocks=num_blocks, block_size=SIZE, max_model_len=64, windows=windows, max_num_batched_tokens=32
+    )
+    return KVCacheManager(spec, **options)
 
 
 def make_sequence(tokens, name="a"):
@@ -43,7 +47,7 @@ def snapshot(manager, sequences):
     return (
         [block.block_id for block in manager.pool.free_queue()],
         [(block.ref_count, block.block_hash) for block in manager.pool.blocks],
-        {h: block.block_id for h, block in manager.prefix_cache.blocks.items()},
+        {h: [block and block.block_id for block in entry] for h, entry in manager.prefix_cache.blocks.items()},
         [(seq.block_table.block_ids(), seq.num_computed_tokens, seq.swapped) for seq in sequences],
         manager.swap_space.num_used,
     )
@@ -55,18 +59,33 @@ class PoolWalk(RuleBasedStateMachine):
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.prompts: list[list[int]] = [[]]
-        self.content: dict[int, tuple[int, ...]] = {}
+        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.num_requests = 0
 
     @initialize(
         num_blocks=st.integers(5, 12),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (3,), (None, 6, 9)]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         num_host_blocks=st.sampled_from([0, CHUNK, 3 * CHUNK]),
     )
-    def start(self, num_blocks, enable_prefix_caching, num_host_blocks):
+    def start(self, num_blocks, windows, enable_prefix_caching, num_host_blocks):
         self.manager = make_manager(
-            num_blocks, enable_prefix_caching=enable_prefix_caching, num_host_blocks=num_host_blocks
-        )
+            1 + (num_blocks - 1) * len(windows), windows,
+            enable_prefix_caching=enable_prefix_caching, num_host_blocks=num_host_blocks,
+        )  # fmt: skip
+
+    @property
+    def windows(self):
+        return self.manager.spec.windows
+
+    def sees(self, window, num_tokens, i):
+        """Whether tokens after num_tokens tokens see anything of logical block i."""
+        return window is None or (i + 1) * SIZE > num_tokens + 1 - window
+
+    def entries_seen(self, num_tokens, logical):
+        """The entries of those logical blocks that the tokens after num_tokens tokens see."""
+        groups = list(enumerate(self.windows))
+        return [i * len(groups) + g for i in logical for g, window in groups if self.sees(window, num_tokens, i)]
 
     @property
     def sequences(self):
@@ -75,9 +94,22 @@ class PoolWalk(RuleBasedStateMachine):
     def free_ids(self):
         return {block.block_id for block in self.manager.pool.free_queue()}
 
+    def cached_blocks(self):
+        cached = self.manager.prefix_cache.blocks
+        return [(content, block) for content, entry in cached.items() for block in entry if block is not None]
+
     def cached_prefixes(self):
-        """The whole prefixes that blocks of the cache hold, by content."""
-        return {self.content[block.block_id * SIZE + SIZE - 1] for block in self.manager.prefix_cache.blocks.values()}
+        """The groups and whole prefixes that blocks of the cache hold, by content."""
+        return {self.content[block.block_id * SIZE + SIZE - 1] for _, block in self.cached_blocks()}
+
+    def longest_match(self, seq):
+        cached = self.cached_prefixes()
+        for num_blocks in range((seq.num_tokens - 1) // SIZE, 0, -1):
+            entries = self.entries_seen(num_blocks * SIZE, range(num_blocks))
+            wanted = [divmod(entry, len(self.windows)) for entry in entries]
+            if all((group, tuple(seq.token_ids[: (i + 1) * SIZE])) in cached for i, group in wanted):
+                return num_blocks
+        return 0
 
     def copy_blocks(self):
         """The device's first part of a step."""
@@ -97,25 +129,26 @@ class PoolWalk(RuleBasedStateMachine):
         self.write(seq, num_tokens)
 
     def write(self, seq, num_tokens):
-        computed = seq.num_computed_tokens
-        for position in range(computed):
-            slot = seq.block_table.slot(position, SIZE)
-            assert self.content[slot] == tuple(seq.token_ids[: position + 1]), f"{seq} reads foreign KV at {position}"
-        for position in range(computed, computed + num_tokens):
-            slot = seq.block_table.slot(position, SIZE)
-            block = self.manager.pool.blocks[slot // SIZE]
-            assert block.block_id != 0 and block.ref_count == 1, f"{seq} writes {block}"
-            assert block.block_hash is None, f"{seq} writes {block}, which others may find"
-            self.content[slot] = tuple(seq.token_ids[: position + 1])
+        computed, num_groups = seq.num_computed_tokens, len(self.windows)
+        for group, window in enumerate(self.windows):
+            for position in range(computed + num_tokens):
+                block = seq.block_table.blocks[position // SIZE * num_groups + group]
+                slot, held = block.block_id * SIZE + position % SIZE, (group, tuple(seq.token_ids[: position + 1]))
+                if position >= computed:
+                    assert block.block_id != 0 and block.ref_count == 1, f"{seq} writes {block}"
+                    assert block.block_hash is None, f"{seq} writes {block}, which others may find"
+                    self.content[slot] = held
+                elif window is None or position > computed - window:
+                    assert self.content[slot] == held, f"{seq} reads foreign KV at {position}"
         seq.num_computed_tokens += num_tokens
-        self.manager.cache_full_blocks(seq, computed, seq.num_computed_tokens)
+        self.manager.mark_computed(seq, computed, seq.num_computed_tokens)
 
     @rule(
         which=st.integers(0, 99), shared=st.integers(0, 16), tail=st.lists(st.integers(0, 1), min_size=1, max_size=10)
     )
     def arrive(self, which, shared, tail):
         prompt = (self.prompts[which % len(self.prompts)][:shared] + tail)[:20]
-        if self.manager.num_blocks_for(len(prompt) + 1) > self.manager.spec.num_usable_blocks:
+        if self.manager.spec.num_blocks_for(len(prompt) + 1) > self.manager.spec.num_usable_blocks:
             return  # refused at admission to the engine
         self.prompts.append(prompt)
         self.num_requests += 1
@@ -127,20 +160,17 @@ class PoolWalk(RuleBasedStateMachine):
         seq = self.waiting[which % len(self.waiting)]
         matched = self.manager.match_prefix(seq)
 
-        cached = self.cached_prefixes()
-        longest = 0
-        while (longest + 1) * SIZE < seq.num_tokens and tuple(seq.token_ids[: (longest + 1) * SIZE]) in cached:
-            longest += 1
-        assert len(matched) == (longest if self.manager.enable_prefix_caching else 0)
+        num_matched = len(matched) // len(self.windows)
+        assert num_matched == (self.longest_match(seq) if self.manager.enable_prefix_caching else 0)
 
         found, swapped = self.manager.num_tokens_found(seq, matched), seq.swapped
-        if swapped is None or len(matched) < swapped.first_block:
-            assert found == len(matched) * SIZE
+        if swapped is None or num_matched < swapped.first_block:
+            assert found == num_matched * SIZE
         else:
-            assert found == max(len(matched) * SIZE, swapped.num_computed_tokens)
+            assert found == max(num_matched * SIZE, swapped.num_computed_tokens)
         missing = seq.num_tokens - found
         num_new = max(1, round(share * missing))
-        num_needed = -(-seq.num_tokens // SIZE) - len(matched)
+        num_needed = self.manager.spec.num_blocks_for(seq.num_tokens - num_matched * SIZE)
         fits = num_needed + reserve <= len(self.free_ids() - {block.block_id for block in matched})
         before = snapshot(self.manager, self.sequences)
         got = self.manager.admit(seq, matched, num_new, reserve=reserve)
@@ -151,9 +181,10 @@ class PoolWalk(RuleBasedStateMachine):
         self.waiting.remove(seq)
         self.running.append(seq)
         assert seq.num_computed_tokens == found < seq.num_tokens
-        assert seq.block_table.blocks == matched + got
-        copy = self.manager.swap_in(seq, len(matched))
-        assert (copy is not None) == (found > len(matched) * SIZE) and seq.swapped is None
+        added = seq.block_table.blocks[len(matched) :]
+        assert seq.block_table.blocks[: len(matched)] == matched and [block for block in added if block.block_id] == got
+        copy = swap_in(self.manager, seq, matched)
+        assert (copy is not None) == (found > num_matched * SIZE) and seq.swapped is None
         if copy is not None:
             for block_id, slots in zip(copy.block_ids, copy.content, strict=True):
                 self.content.update((block_id * SIZE + i, held) for i, held in enumerate(slots) if block_id)
@@ -165,13 +196,16 @@ class PoolWalk(RuleBasedStateMachine):
         """A chunk of a prompt, or a decode; the last token of either yields the next."""
         seq = self.running[which % len(self.running)]
         num_tokens = min(most, seq.num_tokens - seq.num_computed_tokens)
-        num_needed = -(-(seq.num_computed_tokens + num_tokens) // SIZE) - len(seq.block_table)
-        num_needed += any(block.ref_count > 1 for block in seq.block_table.blocks[seq.num_computed_tokens // SIZE :])
+        num_groups, computed = len(self.windows), seq.num_computed_tokens
+        logical = range(len(seq.block_table) // num_groups, -(-(computed + num_tokens) // SIZE))
+        num_needed = len(self.entries_seen(computed, logical))
+        num_needed += sum(block.ref_count > 1 for block in seq.block_table.blocks[computed // SIZE * num_groups :])
         num_free, before = len(self.free_ids()), snapshot(self.manager, self.sequences)
         got = self.manager.allocate_slots(seq, num_tokens)
-        assert (got is not None) == (num_needed <= num_free)
+        assert (got is not None) == (num_needed <= num_free) or self.manager.has_windows
         if got is None:
-            assert snapshot(self.manager, self.sequences) == before
+            assert num_needed > len(self.free_ids()), "what no window sees any more would have been enough"
+            assert snapshot(self.manager, self.sequences) == before or self.manager.has_windows
             victim = self.running.pop()
             self.manager.free(victim)
             self.waiting.append(victim)
@@ -189,7 +223,8 @@ class PoolWalk(RuleBasedStateMachine):
     def fork(self, which, at, token):
         """A child goes on from all that its parent has computed, or from some of its full blocks."""
         parent = self.running[which % len(self.running)]
-        points = [*range(0, parent.num_computed_tokens, SIZE), parent.num_computed_tokens]
+        points, blocks = [*range(0, parent.num_computed_tokens, SIZE), parent.num_computed_tokens], parent.block_table.blocks
+        points = [n for n in points if all(blocks[i].block_id for i in self.entries_seen(n, range(-(-n // SIZE))))]
         num_tokens = points[-1] if at % 2 else points[at % len(points)]
         child = parent.fork(1)
         child.token_ids[num_tokens:] = [token]
@@ -197,7 +232,7 @@ class PoolWalk(RuleBasedStateMachine):
         num_free = len(self.free_ids())
         self.manager.fork(parent, child, num_tokens)
         assert len(self.free_ids()) == num_free, "a fork takes no block"
-        assert child.block_table.blocks == parent.block_table.blocks[: -(-num_tokens // SIZE)]
+        assert child.block_table.blocks == blocks[: -(-num_tokens // SIZE) * len(self.windows)]
         self.running.append(child)
 
     @precondition(lambda self: self.running)
@@ -244,14 +279,16 @@ class PoolWalk(RuleBasedStateMachine):
             seq.append(token)
         table, num_computed = list(seq.block_table.blocks), seq.num_computed_tokens
         before, num_used = snapshot(self.manager, self.sequences), self.manager.swap_space.num_used
-        if not self.manager.swap_out(seq):
+        if not swap_out(self.manager, seq):
             assert snapshot(self.manager, self.sequences) == before
-            assert num_used + self.manager.num_blocks_for(num_computed) > self.manager.swap_space.capacity - CHUNK
+            num_entries = len(self.windows) * -(-num_computed // SIZE)
+            assert num_used + num_entries > self.manager.swap_space.capacity - CHUNK
             return
         self.running.remove(seq)
         self.waiting.append(seq)
         first, ids = seq.swapped.first_block, seq.swapped.block_ids
-        assert ids == [block.block_id for block in table[first : self.manager.num_blocks_for(num_computed)]]
+        copied = self.entries_seen(num_computed, range(first, -(-num_computed // SIZE)))
+        assert ids == [table[i].block_id for i in copied] and not (first and self.manager.has_windows)
         assert all(block.ref_count > 0 for block in table[:first]), "a block that nobody holds was not copied"
         seq.swapped.content = [[self.content.get(i * SIZE + offset) for offset in range(SIZE)] for i in ids]
 
@@ -262,7 +299,7 @@ class PoolWalk(RuleBasedStateMachine):
             return
         seq = self.waiting.pop(which % len(self.waiting))
         num_used, own = self.manager.swap_space.num_used, seq.swapped.num_host_blocks if seq.swapped else 0
-        self.manager.discard_swapped(seq)
+        discard_swapped(self.manager, seq)
         assert self.manager.swap_space.num_used == num_used - own
 
     @rule(how_rare=st.integers(0, 9))
@@ -287,7 +324,8 @@ class PoolWalk(RuleBasedStateMachine):
         self.manager.pin(seq.token_ids[: num_blocks * SIZE])
         prefix = tuple(seq.token_ids[: num_blocks * SIZE])
         held = [self.content[block.block_id * SIZE + SIZE - 1] for block in self.manager.pinned[-1].blocks]
-        assert held == [prefix[: (i + 1) * SIZE] for i in range(num_blocks)]
+        wanted = [divmod(entry, len(self.windows)) for entry in self.entries_seen(num_blocks * SIZE, range(num_blocks))]
+        assert held == [(group, prefix[: (i + 1) * SIZE]) for i, group in wanted] or self.manager.has_windows
 
     @rule(how_rare=st.integers(0, 9))
     def lose_the_pool(self, how_rare):
@@ -298,7 +336,7 @@ class PoolWalk(RuleBasedStateMachine):
         self.waiting += self.running
         self.running.clear()
         for seq in self.waiting:
-            self.manager.discard_swapped(seq)
+            discard_swapped(self.manager, seq)
         self.manager.forget()
         assert self.manager.pool.num_used == 0 and all(self.manager.match_prefix(seq) == [] for seq in self.waiting)
 
@@ -307,8 +345,9 @@ class PoolWalk(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check_invariants(self.sequences)
-        for block_hash, block in self.manager.prefix_cache.blocks.items():
-            tokens = self.content[block.block_id * SIZE + SIZE - 1]
+        for block_hash, block in self.cached_blocks():
+            group, tokens = self.content[block.block_id * SIZE + SIZE - 1]
+            assert self.manager.prefix_cache.blocks[block_hash][group] is block
             assert len(tokens) % SIZE == 0
             expected = bytes(32)
             for i in range(0, len(tokens), SIZE):
@@ -316,7 +355,8 @@ class PoolWalk(RuleBasedStateMachine):
             assert block_hash.digest == expected, f"{block} is found under a hash that is not its content's"
             for offset in range(SIZE):
                 held = self.content[block.block_id * SIZE + offset]
-                assert held == tokens[: len(tokens) - SIZE + 1 + offset], f"{block} holds mixed content"
+                mixed = f"{block} holds mixed content"
+                assert held == (group, tokens[: len(tokens) - SIZE + 1 + offset]), mixed
 
     def teardown(self):
         if not hasattr(self, "manager"):
@@ -324,7 +364,7 @@ class PoolWalk(RuleBasedStateMachine):
         for seq in self.running:
             self.manager.free(seq)
         for seq in self.waiting:
-            self.manager.discard_swapped(seq)
+            discard_swapped(self.manager, seq)
         self.manager.check_invariants(self.sequences)
         assert self.manager.swap_space.num_used == 0
         assert self.manager.pool.num_used == len(self.manager.pinned_blocks)
@@ -353,7 +393,7 @@ def run_prompt(manager, tokens, name="a"):
     assert manager.admit(seq, matched, seq.num_tokens - len(matched) * SIZE) is not None
     before = seq.num_computed_tokens
     seq.num_computed_tokens = seq.num_tokens
-    manager.cache_full_blocks(seq, before, seq.num_computed_tokens)
+    manager.mark_computed(seq, before, seq.num_computed_tokens)
     return seq, before
 
 
@@ -539,7 +579,7 @@ def test_invariant_check_finds_a_sequence_about_to_write_a_cached_block():
 def swapped_sequence(manager, tokens):
     seq, _ = run_prompt(manager, tokens)
     seq.append(7)
-    assert manager.swap_out(seq)
+    assert swap_out(manager, seq)
     return seq
 
 
@@ -549,11 +589,11 @@ def test_host_memory_is_counted_in_chunks_and_never_exceeded():
     second = swapped_sequence(manager, [2] * SIZE * CHUNK)
     third, _ = run_prompt(manager, [3])
     third.append(7)
-    assert manager.swap_space.num_used == 2 * CHUNK and not manager.swap_out(third)
+    assert manager.swap_space.num_used == 2 * CHUNK and not swap_out(manager, third)
     assert third.swapped is None and len(third.block_table) == 1
-    manager.discard_swapped(first)
-    manager.discard_swapped(first)
-    assert manager.swap_space.num_used == CHUNK and manager.swap_out(third)
+    discard_swapped(manager, first)
+    discard_swapped(manager, first)
+    assert manager.swap_space.num_used == CHUNK and swap_out(manager, third)
     manager.check_invariants([first, second, third])
 
 
@@ -563,12 +603,12 @@ def test_a_shared_prefix_stays_and_is_found_when_its_sequence_comes_back():
     seq, _ = run_prompt(manager, [1] * 8 + [2] * 5)
     seq.append(7)
     own = seq.block_table.block_ids()[2:]
-    assert manager.swap_out(seq)
+    assert swap_out(manager, seq)
     assert (seq.swapped.first_block, seq.swapped.block_ids, seq.swapped.num_computed_tokens) == (2, own, 13)
     matched = manager.match_prefix(seq)
     assert manager.num_tokens_found(seq, matched) == 13
     manager.admit(seq, matched, 1)
-    copy = manager.swap_in(seq, len(matched))
+    copy = swap_in(manager, seq, matched)
     assert seq.block_table.blocks[:2] == keeper.block_table.blocks[:2]
     num_still_cached = len(matched) - 2
     assert copy.block_ids == [0] * num_still_cached + seq.block_table.block_ids()[len(matched) : 4]
@@ -580,11 +620,11 @@ def test_a_sequence_whose_shared_prefix_is_gone_is_recomputed():
     keeper, _ = run_prompt(manager, [1] * 9)
     seq, _ = run_prompt(manager, [1] * 8 + [2] * 5)
     seq.append(7)
-    assert manager.swap_out(seq) and seq.swapped.first_block == 2
+    assert swap_out(manager, seq) and seq.swapped.first_block == 2
     manager.free(keeper)
     other, _ = run_prompt(manager, [9] * 24)
     manager.free(other)
     matched = manager.match_prefix(seq)
     assert (len(matched), manager.num_tokens_found(seq, matched)) == (0, 0)
     manager.admit(seq, matched, 14)
-    assert manager.swap_in(seq, 0) is None and seq.swapped is None and manager.swap_space.num_used == 0
+    assert swap_in(manager, seq, matched) is None and seq.swapped is None and manager.swap_space.num_used == 0

@@ -29,7 +29,7 @@ def test_a_head_that_gives_zeros_has_a_scale_all_the_same():
 
 def test_whole_sequences_lie_one_after_the_other():
     batch, num_blocks = prefill_batch([[7, 8, 9], [5], [1, 2, 3, 4, 5]], 2)
-    meta = batch.attention
+    (meta,) = batch.attention
     assert num_blocks == 7  # 2 + 1 + 3, and the null block
     assert meta.block_tables.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
     assert meta.slot_mapping.tolist() == [2, 3, 4, 6, 8, 9, 10, 11, 12]

@@ -14,7 +14,7 @@ STANDARD = sys.stdlib_module_names
 ENGINE = ("jpaged", "models", "pallas_kernels")
 
 HOST_HALF = [
-    "jpaged", "jpaged.config", "jpaged.sampling_params", "jpaged.sequence", "jpaged.block_pool", "jpaged.block_table",
+    "jpaged", "jpaged.cache_spec", "jpaged.config", "jpaged.sampling_params", "jpaged.sequence", "jpaged.block_pool", "jpaged.block_table",
     "jpaged.prefix_cache", "jpaged.kv_cache_manager", "jpaged.scheduler", "jpaged.scheduler_output",
     "jpaged.sequence_group", "jpaged.sequence_queues", "jpaged.beam_search", "jpaged.serve.protocol", "jpaged.metrics",
     "jpaged.histogram",

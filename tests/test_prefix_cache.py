@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 
 from jpaged import prefix_cache
 from jpaged.block_pool import BlockPool
+from jpaged.cache_spec import CacheSpec
 from jpaged.prefix_cache import ROOT_HASH, BlockHash, PrefixCache, hash_block
 
 SIZE = 4
+SPEC = CacheSpec(num_blocks=64, block_size=SIZE, max_model_len=64)
 
 
 def hashes_of(tokens):
     hashes = []
-    PrefixCache(SIZE).extend_hashes(hashes, tokens, len(tokens) // SIZE)
+    PrefixCache(SPEC).extend_hashes(hashes, tokens, len(tokens) // SIZE)
     return hashes
 
 
@@ -43,7 +45,7 @@ def test_hashes_are_equal_exactly_where_the_whole_prefixes_are(a, b):
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(token_lists, st.lists(st.integers(0, 5)))
 def test_hashes_completed_in_steps_are_those_completed_at_once(tokens, steps):
-    cache, hashes = PrefixCache(SIZE), []
+    cache, hashes = PrefixCache(SPEC), []
     for num_blocks in sorted(min(step, len(tokens) // SIZE) for step in steps):
         cache.extend_hashes(hashes, tokens, num_blocks)
     cache.extend_hashes(hashes, tokens, len(tokens) // SIZE)
@@ -51,11 +53,11 @@ def test_hashes_completed_in_steps_are_those_completed_at_once(tokens, steps):
 
 
 def cached_chain(num_blocks):
-    cache, pool = PrefixCache(SIZE), BlockPool(num_blocks + 1)
+    cache, pool = PrefixCache(SPEC), BlockPool(num_blocks + 1)
     blocks = [pool.pop_free() for _ in range(num_blocks)]
     hashes = hashes_of(list(range(num_blocks * SIZE)))
     for i, block in enumerate(blocks):
-        cache.insert(block, hashes, i)
+        cache.insert(block, 0, hashes, i)
     return cache, blocks, hashes
 
 
@@ -78,7 +80,7 @@ def test_match_goes_no_further_than_it_is_asked():
 def test_first_block_of_equal_content_stays_the_cached_one():
     cache, blocks, hashes = cached_chain(2)
     twin = BlockPool(3).pop_free()
-    cache.insert(twin, hashes, 0)
+    cache.insert(twin, 0, hashes, 0)
     assert twin.block_hash is None and cache.match(hashes, 2) == blocks
     cache.evict(twin)  # about to be overwritten: that must not forget the other
     assert cache.match(hashes, 2) == blocks
@@ -99,7 +101,7 @@ def test_clearing_spares_what_is_to_be_kept():
 def test_prefixes_of_different_keys_are_kept_apart():
     def hashes_with(*keys):
         hashes = []
-        PrefixCache(SIZE).extend_hashes(hashes, list(range(8)), 2, keys)
+        PrefixCache(SPEC).extend_hashes(hashes, list(range(8)), 2, keys)
         return hashes
 
     kinds = [
@@ -130,14 +132,14 @@ def test_a_collision_of_digests_never_gives_a_wrong_block(cached, wanted):
     """Where all digests are equal, a match is still exactly the longest common prefix of the same keys."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_cache.hashlib, "sha256", OneDigest)
-        cache, pool, content = PrefixCache(SIZE), BlockPool(64), {}
+        cache, pool, content = PrefixCache(SPEC), BlockPool(64), {}
         for salt, tokens in cached:
             hashes, num_blocks = [], len(tokens) // SIZE
             cache.extend_hashes(hashes, tokens, num_blocks, (salt,))
             for i in range(num_blocks):
                 block = pool.pop_free()
                 content[block] = salt, tokens[: (i + 1) * SIZE]
-                cache.insert(block, hashes, i)
+                cache.insert(block, 0, hashes, i)
         hashes, num_blocks = [], len(wanted) // SIZE
         cache.extend_hashes(hashes, wanted, num_blocks, ("salt",))
         matched = cache.match(hashes, num_blocks)
@@ -150,7 +152,7 @@ def test_a_collision_of_digests_never_gives_a_wrong_block(cached, wanted):
 def test_comparing_a_long_prefix_takes_time_in_proportion_to_its_length(monkeypatch):
     """A hit compares each block once, though each of them stands for all before it."""
     num_blocks, visited = 300, []
-    cache, pool, tokens = PrefixCache(SIZE), BlockPool(2 * 300 + 1), list(range(300 * SIZE))
+    cache, pool, tokens = PrefixCache(SPEC), BlockPool(2 * 300 + 1), list(range(300 * SIZE))
     compare = BlockHash.__eq__
 
     def counted(self, other):
@@ -165,7 +167,7 @@ def test_comparing_a_long_prefix_takes_time_in_proportion_to_its_length(monkeypa
         hashes = []
         for i in range(num_blocks):
             cache.extend_hashes(hashes, tokens, i + 1)
-            cache.insert(pool.pop_free(), hashes, i)
+            cache.insert(pool.pop_free(), 0, hashes, i)
     hashes = []
     cache.extend_hashes(hashes, tokens, num_blocks)
     assert len(cache.match(hashes, num_blocks)) == num_blocks

@@ -6,7 +6,8 @@ import random
 import pytest
 from test_scheduler import Walk, check_end, counts, make, request, run_step
 
-from jpaged.config import CacheSpec, EngineConfig
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import EngineConfig
 from jpaged.preemption import Preemption
 from jpaged.request_check import RequestCheck
 from jpaged.sampling_params import SamplingParams

@@ -9,7 +9,8 @@ import random
 
 import pytest
 
-from jpaged.config import CacheSpec, EngineConfig
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
@@ -30,7 +31,13 @@ def fake_tokens(plan: SchedulerOutput) -> list[list[int]]:
     return [[hash((int(s.request_id), s.num_tokens + i)) % VOCAB_SIZE for i in ahead] for s in plan.sampled]
 
 
-def make(*, max_num_seqs=4, budget=16, num_blocks=64, block_size=4, chunked=True, prefix_caching=True, num_steps=1):
+WINDOWS = [(None,), (None,), (None, 6), (5,)]  # of the attention groups of some models
+
+
+def make(
+    *, max_num_seqs=4, budget=16, num_blocks=64, block_size=4, chunked=True, prefix_caching=True, num_steps=1,
+    windows=(None,),
+):  # fmt: skip
     config = EngineConfig(
         num_scheduler_steps=num_steps,
         max_num_seqs=max_num_seqs,
@@ -39,7 +46,10 @@ def make(*, max_num_seqs=4, budget=16, num_blocks=64, block_size=4, chunked=True
         block_size=block_size,
         enable_prefix_caching=prefix_caching,
     )
-    spec = CacheSpec(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_MODEL_LEN)
+    spec = CacheSpec(
+        num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_MODEL_LEN, windows=windows,
+        max_num_batched_tokens=budget,
+    )  # fmt: skip
     return config, spec, Scheduler(config, KVCacheManager(spec, enable_prefix_caching=prefix_caching))
 
 
@@ -68,7 +78,8 @@ class Walk:
         self.chunked = rng.random() < 0.7
         self.budget = max(self.max_num_seqs, 2) + rng.choice([0, 1, 7, 30]) if self.chunked else MAX_MODEL_LEN
         block_size = rng.choice([1, 3, 4, 8])
-        at_least = -(-MAX_MODEL_LEN // block_size) + 1
+        windows = WINDOWS[seed % len(WINDOWS)]
+        at_least = -(-MAX_MODEL_LEN // block_size) * len(windows) + 1
         self.config, self.spec, self.scheduler = make(
             max_num_seqs=self.max_num_seqs,
             budget=self.budget,
@@ -77,6 +88,7 @@ class Walk:
             chunked=self.chunked,
             prefix_caching=rng.random() < 0.6,
             num_steps=num_steps,
+            windows=windows,
         )
         self.shared_prefix = [rng.randrange(VOCAB_SIZE) for _ in range(MAX_MODEL_LEN)]
         self.requests: list[Sequence] = []
@@ -162,7 +174,7 @@ def check_plan(walk: Walk, plan: SchedulerOutput, running_before: list[Sequence]
         assert seq.status is SequenceStatus.RUNNING and seq in scheduler.running
         end = start + num_tokens
         assert num_tokens >= 1 and end <= seq.num_tokens and end == seq.num_computed_tokens
-        assert len(seq.block_table) * spec.block_size >= end
+        assert len(seq.block_table) // len(spec.windows) * spec.block_size >= end
         assert walk.chunked or end == seq.num_tokens
 
     # the newest are preempted, and wait in their old order before those that never ran

@@ -9,6 +9,7 @@ import random
 import pytest
 from test_scheduler import VOCAB_SIZE, Walk, make, request
 
+from jpaged.cache_spec import CacheSpec
 from jpaged.scheduler import Scheduler
 from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import FinishReason, Sequence, SequenceStatus
@@ -33,9 +34,9 @@ def group_of(first: Sequence, num_sequences: int) -> list[Sequence]:
 class Device:
     """Does what plans say, and looks that every token attends to its own past."""
 
-    def __init__(self, block_size: int):
-        self.block_size = block_size
-        self.content: dict[int, tuple[int, ...]] = {}
+    def __init__(self, spec: CacheSpec):
+        self.block_size, self.windows = spec.block_size, spec.windows
+        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}  # group and tokens
         self.num_copies = 0
 
     def run(self, plan: SchedulerOutput) -> None:
@@ -44,12 +45,15 @@ class Device:
             tokens = seq.token_ids + [token_at(seq, p) for p in range(seq.num_tokens, start + num_tokens)]
             limit = dict(zip(plan.sampled, plan.limits)).get(seq, 1)
             tokens += [token_at(seq, p) for p in range(len(tokens), start + num_tokens + limit)]
-            for position in range(start + num_tokens + limit - 1):
-                slot = seq.block_table.slot(position, self.block_size)
-                if position >= start:
-                    assert seq.block_table.blocks[position // self.block_size].block_id != 0
-                    self.content[slot] = tuple(tokens[: position + 1])
-                assert self.content[slot] == tuple(tokens[: position + 1]), f"{seq} reads foreign KV at {position}"
+            for group, window in enumerate(self.windows):
+                for position in range(start + num_tokens + limit - 1):
+                    slot = seq.block_table.slot(position, self.block_size, group, len(self.windows))
+                    held = group, tuple(tokens[: position + 1])
+                    if position >= start:
+                        assert slot >= self.block_size, "the null block is written"
+                        self.content[slot] = held
+                    elif window is None or position > start - window:
+                        assert self.content[slot] == held, f"{seq} reads foreign KV at {position}"
 
     def _copy(self, plan: SchedulerOutput) -> None:
         sources = [copy.source.block_id for copy in plan.copies]
@@ -60,7 +64,8 @@ class Device:
         for copy in plan.copies:
             assert copy.seq in plan.num_scheduled_tokens
             start = plan.starts[list(plan.num_scheduled_tokens).index(copy.seq)]
-            assert start % self.block_size and start // self.block_size == copy.index, "a full block is copied"
+            index = copy.index // len(self.windows)
+            assert start % self.block_size and start // self.block_size == index, "a full block is copied"
             for offset in range(self.block_size):
                 source = copy.source.block_id * self.block_size + offset
                 self.content[copy.destination.block_id * self.block_size + offset] = held.get(source, ())
@@ -71,7 +76,7 @@ class GroupWalk(Walk):
 
     def __init__(self, seed: int, max_in_flight: int = 0, num_steps: int = 1):
         super().__init__(seed, max_in_flight, num_steps)
-        self.device = Device(self.spec.block_size)
+        self.device = Device(self.spec)
         self.num_groups_back = 0
 
     def run(self, num_requests: int, abort_rate: float = 0.03):
@@ -112,7 +117,7 @@ class GroupWalk(Walk):
     def worst_case(self, seq: Sequence, n: int) -> int:
         kv = self.scheduler.kv
         num_shared = seq.num_prompt_tokens // kv.block_size
-        return num_shared + n * (kv.num_blocks_for(seq.num_prompt_tokens + seq.max_tokens) - num_shared)
+        return num_shared + n * (kv.spec.num_blocks_for(seq.num_prompt_tokens + seq.max_tokens) - num_shared)
 
     def check(self, plan: SchedulerOutput) -> None:
         scheduled, running = plan.num_scheduled_tokens, self.scheduler.running

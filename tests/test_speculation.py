@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jpaged.batch import BatchBuilder
-from jpaged.config import CacheSpec, EngineConfig
+from jpaged.cache_spec import CacheSpec
+from jpaged.config import EngineConfig
 from jpaged.device_state import RowLoad
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
@@ -43,7 +44,7 @@ class Device:
         self.spec, self.max_num_seqs, self.draw = spec, config.max_num_seqs, draw
         num_rows = config.max_num_seqs + 1
         self.slots = np.full(spec.num_blocks * spec.block_size, -1)
-        self.tables = np.zeros((num_rows, spec.max_blocks_per_seq), int)
+        self.tables = np.zeros((num_rows, spec.table_width), int)
         self.newest, self.samples = np.zeros(num_rows, int), np.zeros(num_rows, int)
 
     def slots_of(self, row: int, num_tokens: int) -> np.ndarray:
@@ -55,12 +56,12 @@ class Device:
     def run(self, host_step) -> list[list[int]]:
         """The tokens of each sampling row."""
         for buffer in host_step.row_loads:
-            load = RowLoad.packing(self.spec.max_blocks_per_seq).views(buffer)
+            load = RowLoad.packing(self.spec.table_width).views(buffer)
             self.tables[load.row_ids] = load.block_tables
             self.samples[load.row_ids] = load.sampling.sample_index
-        step = StepInput.packing(*host_step.bucket, self.max_num_seqs).views(host_step.buffer)
+        step = StepInput.packing(*host_step.bucket, self.max_num_seqs, 1).views(host_step.buffer)
         for row, column, block in step.table_updates:
-            if column < self.spec.max_blocks_per_seq:
+            if column < self.spec.table_width:
                 self.tables[row, column] = block
         blocks = self.slots.reshape(self.spec.num_blocks, -1)
         for source, destination in step.block_copies:

@@ -27,8 +27,8 @@ def program_text(engine: LLMEngine, bucket: tuple[int, int]) -> str:
         text = None
     if text is None:
         step, spec = engine.runner.step, engine.runner.spec
-        packing = step.packing(bucket, spec.max_blocks_per_seq)
-        text = step.jitted(packing).lower(*step.arguments(packing, spec.num_blocks)).compile().as_text()
+        arguments = step.arguments(bucket, spec.num_blocks, spec.table_width)
+        text = step.jitted(bucket).lower(*arguments).compile().as_text()
     return text
 
 

@@ -10,8 +10,9 @@ from models.config import ModelConfig, RopeScaling
 from models.weights.checkpoint import GenerationDefaults, check_tensors
 from models.weights.json_file import read_json
 
-# Mistral without its sliding window computes exactly what Llama does
-KNOWN_ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
+# Mistral and Ministral compute exactly what Llama does, but that layers may see a sliding window alone
+KNOWN_ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MinistralForCausalLM": "llama"}
+WITH_WINDOWS = ("MistralForCausalLM", "MinistralForCausalLM")
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -91,7 +92,7 @@ class HfCheckpoint:
                 f"architecture {architectures[0]!r} is not supported, only {sorted(KNOWN_ARCHITECTURES)}"
             )
         for feature in ("attention_bias", "mlp_bias", "sliding_window", "quantization_config"):
-            if self._raw.get(feature):
+            if self._raw.get(feature) and not (feature == "sliding_window" and architectures[0] in WITH_WINDOWS):
                 raise self._refuse(f"{feature} = {self._raw[feature]!r} is not supported")
         if self._raw.get("hidden_act", "silu") != "silu":
             raise self._refuse(f"hidden_act must be 'silu', it is {self._raw['hidden_act']!r}")
@@ -112,7 +113,23 @@ class HfCheckpoint:
             rope_scaling=rope_scaling,
             rms_norm_eps=self._positive("rms_norm_eps", float, 1e-6),
             tie_word_embeddings=bool(self._raw.get("tie_word_embeddings", False)),
+            layer_windows=self._read_windows(),
         )
+
+    def _read_windows(self) -> tuple[int | None, ...]:
+        """How many tokens each layer sees; () where all see all."""
+        num_layers, kinds = self._positive("num_hidden_layers", int), ("full_attention", "sliding_attention")
+        window = self._positive("sliding_window", int) if self._raw.get("sliding_window") is not None else None
+        types = self._raw.get("layer_types") or [kinds[window is not None]] * num_layers
+        if len(types) != num_layers:
+            raise self._refuse(f"layer_types has {len(types)} entries for {num_layers} layers")
+        if wrong := [kind for kind in types if kind not in kinds]:
+            raise self._refuse(f"layer type {wrong[0]!r} is not supported, only {kinds}")
+        if kinds[1] in types and window is None:
+            raise self._refuse("sliding_attention layers need a sliding_window")
+        if kinds[1] not in types or window >= self._positive("max_position_embeddings", int):
+            return ()
+        return tuple(window if kind == kinds[1] else None for kind in types)
 
     def _read_rope(self) -> tuple[float, RopeScaling | None]:
         """transformers 5 writes rope_parameters, which holds rope_theta too; before, it was rope_scaling."""

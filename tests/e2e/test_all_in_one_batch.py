@@ -44,15 +44,14 @@ def test_each_request_gives_in_the_batch_what_it_gives_alone(model, programs_dir
         model, programs_dir, num_blocks_override=21, preemption_mode="swap", async_scheduling=overlap,
         speculative_config={"method": "ngram", "num_speculative_tokens": 3}, **sizes,
     )  # fmt: skip
-    swapped = []
-    swap_out = small.kv.swap_out
+    swapped, take = [], small.kv.swap_space.take
 
-    def counted(seq):
-        has_gone = swap_out(seq)
-        swapped.extend([seq.request_id] if has_gone else [])
-        return has_gone
+    def counted(copies):
+        has_room = take(copies)
+        swapped.extend([copies] if has_room else [])
+        return has_room
 
-    small.kv.swap_out = counted
+    small.kv.swap_space.take = counted
     run(small, requests[:1])  # what it leaves in the cache is there for others, and for itself
     together = run(small, requests, check_every_step=True)
     for one in alone:

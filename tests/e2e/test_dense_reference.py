@@ -1,8 +1,9 @@
 """The paged engine against attention without pages: a dense Llama in numpy float64."""
 
 import numpy as np
+import pytest
 from engines import Request, make_engine, run
-from tiny_model import CONFIG, make_tiny_model, random_weights
+from tiny_model import CONFIG, WITH_WINDOW, make_tiny_model, random_weights
 
 from jpaged.sampling_params import SamplingParams
 
@@ -27,6 +28,7 @@ def dense_logprobs(weights, config, ids, keep=lambda layer, k, v: (k, v)):
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     x = w["model.embed_tokens.weight"][ids]
     causal = np.tril(np.ones((len(ids), len(ids)), bool))
+    types, window = config.get("layer_types"), config.get("sliding_window")
     for layer in range(config["num_hidden_layers"]):
         p = f"model.layers.{layer}."
         y = rms_norm(x, w[p + "input_layernorm.weight"], config["rms_norm_eps"])
@@ -37,7 +39,8 @@ def dense_logprobs(weights, config, ids, keep=lambda layer, k, v: (k, v)):
         q, k = rotate(q, 10000.0), rotate(k, 10000.0)
         k, v = keep(layer, k, v)
         k, v = (np.repeat(t, heads // kv_heads, axis=1) for t in (k, v))
-        scores = np.where(causal, np.einsum("thd,uhd->htu", q, k) / np.sqrt(dim), -np.inf)
+        seen = causal & ~np.tril(causal, -window) if types and types[layer] == "sliding_attention" else causal
+        scores = np.where(seen, np.einsum("thd,uhd->htu", q, k) / np.sqrt(dim), -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         attended = np.einsum("htu,uhd->thd", scores / scores.sum(-1, keepdims=True), v)
         x = x + attended.reshape(len(ids), -1) @ w[p + "self_attn.o_proj.weight"].T
@@ -49,14 +52,15 @@ def dense_logprobs(weights, config, ids, keep=lambda layer, k, v: (k, v)):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def test_greedy_tokens_and_log_probs_equal_the_dense_model(tmp_path, programs_dir):
-    engine = make_engine(str(make_tiny_model(tmp_path)), programs_dir)
+@pytest.mark.parametrize("config", [CONFIG, WITH_WINDOW], ids=["all layers alike", "a window"])
+def test_greedy_tokens_and_log_probs_equal_the_dense_model(config, tmp_path, programs_dir):
+    engine = make_engine(str(make_tiny_model(tmp_path, config)), programs_dir)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 250, length).tolist() for length in (1, 2, 16, 31, 64, 100)]
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=3)
     outputs = run(engine, [Request(prompt, greedy) for prompt in prompts])
     for prompt, output in zip(prompts, outputs):
-        dense = dense_logprobs(random_weights(), CONFIG, prompt + output.token_ids)[len(prompt) - 1 : -1]
+        dense = dense_logprobs(random_weights(), config, prompt + output.token_ids)[len(prompt) - 1 : -1]
         order = np.argsort(-dense, axis=-1)
         for at, (token, entries) in enumerate(zip(output.token_ids, output.logprobs)):
             assert dense[at, order[at, 0]] - dense[at, token] < 1e-4

@@ -5,19 +5,27 @@ import random
 
 import pytest
 from engines import Request, assert_same, make_engine, run
-from tiny_model import make_tiny_model
+from tiny_model import CONFIG, WITH_WINDOW, make_tiny_model
 
 from jpaged.config import DEFAULT_MODEL
 from jpaged.sampling_params import SamplingParams
 
 costly = pytest.mark.parametrize(  # many programs: the real model's take minutes to compile
-    "model", ["tiny", pytest.param(DEFAULT_MODEL, marks=pytest.mark.slow)], indirect=True, scope="module"
+    "model",
+    ["tiny", pytest.param("window", marks=pytest.mark.slow), pytest.param(DEFAULT_MODEL, marks=pytest.mark.slow)],
+    indirect=True,
+    scope="module",
 )
 
 
-@pytest.fixture(scope="module", params=["tiny", DEFAULT_MODEL])
+TINY = {"tiny": CONFIG, "window": WITH_WINDOW}
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("window", marks=pytest.mark.slow), DEFAULT_MODEL])
 def model(request, tmp_path_factory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("tiny"))) if request.param == "tiny" else DEFAULT_MODEL
+    if request.param == DEFAULT_MODEL:
+        return DEFAULT_MODEL
+    return str(make_tiny_model(tmp_path_factory.mktemp(request.param), TINY[request.param]))
 
 
 def params(**fields) -> SamplingParams:

@@ -17,7 +17,7 @@ engine = make_engine(folder, programs_dir, tensor_parallel_size=int(size), kv_ca
 assert len(engine.runner.state.pools[0].arrays[0].sharding.device_set) == int(size)
 if int(size) > 1:
     step, spec = engine.runner.step, engine.runner.spec
-    arguments = step.arguments((8, 8), spec.num_blocks, spec.max_blocks_per_seq)
+    arguments = step.arguments((8, 8), spec.num_blocks, spec.table_width)
     slots = ",".join(map(str, engine.runner.state.edits.seen.shape))
     compiled = step.jitted((8, 8)).lower(*arguments).compile().as_text()
     gathers = re.findall(r"= \\w+\\[([\\d,]+)\\]\\S* all-gather", compiled)

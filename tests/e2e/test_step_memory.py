@@ -12,7 +12,7 @@ from tiny_model import make_tiny_model
 def lowered(tmp_path_factory, programs_dir):
     engine = make_engine(str(make_tiny_model(tmp_path_factory.mktemp("tiny"))), programs_dir, num_blocks_override=4096)
     runner = engine.runner
-    arguments = runner.step.arguments((8, 8), runner.spec.num_blocks, runner.spec.max_blocks_per_seq)
+    arguments = runner.step.arguments((8, 8), runner.spec.num_blocks, runner.spec.table_width)
     yield runner, runner.step.jitted((8, 8)), arguments
     engine.close()
 

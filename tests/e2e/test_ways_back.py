@@ -73,15 +73,14 @@ def check_matrix(model, programs_dir, block_size, cache_dtype, overlaps, caching
 
 def count_swaps(engine) -> list[int]:
     """Blocks of each swap-out from here on."""
-    swaps, swap_out = [], engine.kv.swap_out
+    swaps, take = [], engine.kv.swap_space.take
 
-    def counted(seq):
-        done = swap_out(seq)
-        if done:
-            swaps.append(len(seq.swapped.block_ids))
-        return done
+    def counted(swapped):
+        has_room = take(swapped)
+        swaps.extend([len(swapped.block_ids)] if has_room else [])
+        return has_room
 
-    engine.kv.swap_out = counted
+    engine.kv.swap_space.take = counted
     return swaps
 
 

@@ -38,7 +38,7 @@ def run(roll_layers: bool) -> np.ndarray:
             distribution=jnp.array([0, 0, 1]),
             slot_mapping=jnp.asarray(np.array([3, 2])[positions // BLOCK] * BLOCK + positions % BLOCK),
         )
-        batch = ForwardBatch(jnp.arange(8) * 7 % 64, jnp.asarray(positions), meta, jnp.array([3, 7]))
+        batch = ForwardBatch(jnp.arange(8) * 7 % 64, jnp.asarray(positions), (meta,), jnp.array([3, 7]))
         out, pools = forward(state, batch, pools)
         logits.append(np.asarray(out))
     return np.stack(logits)

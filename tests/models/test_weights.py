@@ -183,6 +183,9 @@ def test_hf_generation_config_gives_every_eos_id_and_the_sampling_defaults(tmp_p
     assert (defaults.eos_token_ids, defaults.temperature, defaults.top_p, defaults.top_k) == ((2, 7), 0.6, 0.9, None)
 
 
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -190,7 +193,11 @@ def test_hf_generation_config_gives_every_eos_id_and_the_sampling_defaults(tmp_p
         ({"architectures": None}, ["architecture None"]),
         ({"attention_bias": True}, ["attention_bias = True"]),
         ({"mlp_bias": True}, ["mlp_bias = True"]),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, ["sliding_window = 4096"]),
+        ({"sliding_window": 4096}, ["sliding_window = 4096"]),
+        ({**MISTRAL, "sliding_window": -3}, ["sliding_window must be a positive int, it is -3"]),
+        ({**MISTRAL, "sliding_window": 8, "layer_types": ["sliding_attention"]}, ["layer_types has 1 entries for 2 layers"]),
+        ({**MISTRAL, "sliding_window": 8, "layer_types": ["full_attention", "dim"]}, ["layer type 'dim'"]),
+        ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, ["need a sliding_window"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
         ({"hidden_act": "gelu"}, ["hidden_act must be 'silu', it is 'gelu'"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["'linear'", "'llama3'"]),
@@ -204,9 +211,19 @@ def test_hf_config_that_needs_more_is_refused_by_name(tmp_path, changes, words):
     assert_refused(folder, "config.json", *words)
 
 
-def test_hf_mistral_without_a_window_is_a_llama(tmp_path):
-    changes = {"architectures": ["MistralForCausalLM"], "sliding_window": None}
-    assert open_checkpoint(write_hf(tmp_path / "tiny", random_tensors(), changes)).config.architecture == "llama"
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": None}, ()),
+        ({"sliding_window": 10_000}, ()),  # as long as the context
+        ({"sliding_window": 8}, (8, 8)),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, (None, 8)),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "full_attention"]}, ()),
+    ],
+)
+def test_hf_mistral_is_a_llama_whose_layers_may_see_a_window(tmp_path, changes, windows):
+    config = open_checkpoint(write_hf(tmp_path / "tiny", random_tensors(), MISTRAL | changes)).config
+    assert (config.architecture, config.layer_windows) == ("llama", windows)
 
 
 def test_hf_folder_with_files_missing_or_damaged_is_refused(tmp_path):

@@ -1,7 +1,9 @@
 """Running requests through a real engine, and comparing what came."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.batch import HostStep
@@ -48,14 +50,25 @@ def assert_same(first: list[CompletionOutput], second: list[CompletionOutput]) -
 
 
 def make_engine(model: str, programs_dir: str, **config) -> LLMEngine:
-    """A float32 engine with two programs: a small step and the largest."""
+    """A float32 engine with two programs: a small step and the largest.
+
+    num_blocks_override is for a model with one attention group: one with several gets as many blocks for each.
+    """
     config.setdefault("max_num_batched_tokens", 64)
     config.setdefault("token_buckets", (8, config["max_num_batched_tokens"]))
     defaults = {
         "dtype": "float32", "block_size": 16, "max_num_seqs": 8, "num_blocks_override": 128,
         "max_model_len": 512, "compilation_cache_dir": programs_dir,
     }  # fmt: skip
-    return LLMEngine(EngineConfig(model=model, **{**defaults, **config}))
+    config = EngineConfig(model=model, **{**defaults, **config})
+    num_blocks, num_groups = config.num_blocks_override, len(set(layer_types(model)))
+    return LLMEngine(replace(config, num_blocks_override=1 + (num_blocks - 1) * num_groups))
+
+
+def layer_types(model: str) -> list[str]:
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    return config.get("layer_types", ["full_attention"])
 
 
 def make_small_async_engine(model: str, **config) -> AsyncLLM:

@@ -18,6 +18,10 @@ CONFIG = {
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
 }  # fmt: skip
+WITH_WINDOW = CONFIG | {  # the last layer sees 24 tokens alone, and has blocks of its own
+    "architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 24,
+    "layer_types": ["full_attention", "sliding_attention"],
+}  # fmt: skip
 
 
 def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
