@@ -18,6 +18,7 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     eos_token_ids: tuple[int, ...] = ()
 
 

@@ -151,11 +151,12 @@ class HfCheckpoint:
     def _read_generation_defaults(self) -> GenerationDefaults:
         raw = read_json(self.source / "generation_config.json")
         eos = raw.get("eos_token_id", self._raw.get("eos_token_id"))
-        sampled = raw.get("do_sample", False)  # without it Hugging Face ignores the three numbers
+        sampled = raw.get("do_sample", False)  # without it Hugging Face ignores the numbers that shape a draw
         return GenerationDefaults(
             temperature=raw.get("temperature") if sampled else None,
             top_p=raw.get("top_p") if sampled else None,
             top_k=raw.get("top_k") if sampled else None,
             min_p=raw.get("min_p") if sampled else None,
+            repetition_penalty=raw.get("repetition_penalty"),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
         )

@@ -9,7 +9,7 @@ import pytest
 from tiny_checkpoints import TINY, gguf_name, random_tensors, write_gguf, write_hf
 
 from models.config import RopeScaling
-from models.weights import DEFAULT_MODEL, open_checkpoint, resolve_model
+from models.weights import DEFAULT_MODEL, GenerationDefaults, open_checkpoint, resolve_model
 from models.weights.gguf import _llama3_factors
 from models.weights.gguf_file import GgufFile
 
@@ -177,10 +177,10 @@ def test_hf_rope_is_read_from_old_and_new_configs(tmp_path):
 def test_hf_generation_config_gives_every_eos_id_and_the_sampling_defaults(tmp_path):
     folder = write_hf(tmp_path / "tiny", random_tensors(), {"eos_token_id": 2})
     assert open_checkpoint(folder).generation_defaults.eos_token_ids == (2,)
-    text = '{"eos_token_id": [2, 7], "do_sample": true, "temperature": 0.6, "top_p": 0.9}'
+    text = '{"eos_token_id": [2, 7], "do_sample": true, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}'
     (folder / "generation_config.json").write_text(text)
     defaults = open_checkpoint(folder).generation_defaults
-    assert (defaults.eos_token_ids, defaults.temperature, defaults.top_p, defaults.top_k) == ((2, 7), 0.6, 0.9, None)
+    assert defaults == GenerationDefaults(0.6, 0.9, repetition_penalty=1.1, eos_token_ids=(2, 7))
 
 
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
