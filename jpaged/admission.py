@@ -2,6 +2,7 @@
 
 from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.prefix_cache import NO_HIT
 from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence_queues import SequenceQueues
 from jpaged.swapping import swap_in
@@ -27,19 +28,19 @@ class Admission:
             num_rows = self.max_num_seqs - len(queues.forks) - len(forks)
             if plan.num_rows >= num_rows or not queues.have_places_for(seq, forks):
                 return
-            matched = [] if seq.lacks_prompt_logprobs else self.kv.match_prefix(seq, forks)  # a hit computes no logits
-            num_found = self.kv.num_tokens_found(seq, matched)
+            hit = NO_HIT if seq.lacks_prompt_logprobs else self.kv.match_prefix(seq, forks)  # a hit computes no logits
+            num_found = self.kv.num_tokens_found(seq, hit)
             num_tokens = min(seq.num_tokens - num_found, budget)
             num_tokens = plan.as_many_as_have_rows(seq, num_found, num_tokens, num_rows)
             if num_found + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
                 return
             reserve = len(queues.running) + sum(self.kv.num_blocks_for_fork(fork) for fork in forks)
-            if self.kv.admit(seq, matched, num_tokens, reserve=reserve) is None:
+            if self.kv.admit(seq, hit, num_tokens, reserve=reserve) is None:
                 return
             for _ in range(1 + len(forks)):
                 queues.waiting.popleft()
             queues.forks.add(forks)
-            if (swapped := swap_in(self.kv, seq, matched)) is not None:
+            if (swapped := swap_in(self.kv, seq, hit)) is not None:
                 plan.swapped_in.append(swapped)
             queues.start(seq)
             plan.admitted.append(seq)
@@ -48,6 +49,6 @@ class Admission:
                 plan.num_new_prompt_tokens += seq.num_prompt_tokens
             plan.num_scheduled_tokens[seq] = num_tokens
             plan.num_prefix_queries += seq.num_tokens
-            plan.num_prefix_hits += self.kv.num_tokens_of(matched)
+            plan.num_prefix_hits += hit.num_tokens
             plan.add_prompt_logprobs(seq, num_tokens)
             budget -= num_tokens

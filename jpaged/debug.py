@@ -21,13 +21,13 @@ def snapshot(scheduler: Scheduler) -> dict:
     entry of each attention group for every logical block; 0 where the group's window has passed it.
     """
     kv = scheduler.kv
-    filled = {}
+    filled = kv.pinned.num_filled
     for seq in scheduler.sequences:
         for entry, block in enumerate(seq.block_table.blocks):
             i = entry // kv.num_groups
             num_slots = min(max(seq.num_computed_tokens - i * kv.block_size, 0), kv.block_size)
             filled[block] = max(num_slots, filled.get(block, 0))
-    pinned = kv.pinned_blocks
+    pinned = kv.pinned.blocks
     return {
         "block_size": kv.block_size,
         "windows": list(kv.spec.windows),
@@ -43,7 +43,7 @@ def snapshot(scheduler: Scheduler) -> dict:
             for block in kv.pool.blocks[1:]
         ],
         "free_queue": [block.block_id for block in kv.pool.free_queue()],
-        "pinned": [table.block_ids() for table in kv.pinned],
+        "pinned": [table.block_ids() for table in kv.pinned.tables],
         "running": [_sequence(seq) for seq in scheduler.running],
         "waiting": [_sequence(seq) for seq in scheduler.waiting],
         "swap_space": {"capacity": kv.swap_space.capacity, "used": kv.swap_space.num_used},

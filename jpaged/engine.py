@@ -152,6 +152,8 @@ class LLMEngine:
         plan = self.scheduler.schedule()
         if plan is None or not plan.num_scheduled_tokens:
             return False
+        if self.pins.computing:
+            self.pins.hold(plan.sampled)
         host_step = self.batch_builder.build(plan)
         for seq in plan.admitted:
             metrics = self.requests[seq.request_id].metrics

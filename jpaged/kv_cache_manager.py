@@ -7,10 +7,10 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from jpaged.block_pool import Block, BlockPool
-from jpaged.block_table import BlockTable
 from jpaged.cache_spec import CacheSpec
+from jpaged.pinned_blocks import PinnedBlocks
 from jpaged.pool_invariants import check_invariants
-from jpaged.prefix_cache import BlockHash, PrefixCache
+from jpaged.prefix_cache import NO_HIT, PrefixCache, PrefixHit, root_hash
 from jpaged.sequence import Sequence
 from jpaged.sequence_group import Fork
 from jpaged.swap_space import SwapSpace
@@ -43,7 +43,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.copies: list[BlockCopy] = []
         self._num_copied: Counter[Block] = Counter()  # how often each block is a source of these
-        self.pinned: list[BlockTable] = []
+        self.pinned = PinnedBlocks(self.pool, self.prefix_cache)
         self.swap_space = SwapSpace(num_host_blocks)
 
     @property
@@ -61,44 +61,46 @@ class KVCacheManager:
         num_shared = fork.num_tokens // self.block_size * self.block_size
         return self.spec.num_blocks_for(fork.child.num_tokens - num_shared)
 
-    def match_prefix(self, seq: Sequence, forks: List[Fork] = ()) -> list[Block]:
-        """The cached entries of a block table that seq can start from; never for all of it, for its last token must be
-        computed. With windows not for more than its forks share, who must find all that they see."""
+    def match_prefix(self, seq: Sequence, forks: List[Fork] = ()) -> PrefixHit:
+        """What of seq's tokens is cached; never all, for its last token must be computed. With windows no more than its
+        forks share, who must find all that they see."""
         if not self.enable_prefix_caching:
-            return []
-        num_blocks = (seq.num_tokens - 1) // self.block_size
+            return NO_HIT
+        num_blocks, is_cut = (seq.num_tokens - 1) // self.block_size, self.has_windows and len(forks) > 0
         self.prefix_cache.extend_hashes(seq.block_hashes, seq.token_ids, num_blocks, seq.cache_keys)
-        if self.has_windows:
-            num_blocks = min(num_blocks, *(fork.num_tokens // self.block_size for fork in forks), num_blocks)
-        return [block or self.pool.null_block for block in self.prefix_cache.match(seq.block_hashes, num_blocks)]
+        if is_cut:
+            num_blocks = min(num_blocks, *(fork.num_tokens // self.block_size for fork in forks))
+        entries = [block or self.pool.null_block for block in self.prefix_cache.match(seq.block_hashes, num_blocks)]
+        num_found = len(entries) // self.num_groups
+        if not self.pinned.tables or is_cut or seq.swapped is not None:
+            return PrefixHit(entries, num_found * self.block_size)
+        before = seq.block_hashes[num_found - 1] if num_found else root_hash(seq.cache_keys)
+        tail, num_more = self.pinned.tail_after(before, seq.token_ids[num_found * self.block_size : -1])
+        return PrefixHit(entries + tail, num_found * self.block_size + num_more)
 
-    def num_tokens_of(self, entries: List[Block]) -> int:
-        """How many tokens so many entries of a block table are for."""
-        return len(entries) // self.num_groups * self.block_size
-
-    def num_tokens_found(self, seq: Sequence, matched: List[Block]) -> int:
+    def num_tokens_found(self, seq: Sequence, hit: PrefixHit) -> int:
         """How many tokens of a sequence that holds no blocks need no computing: they are cached or swapped out."""
-        num_matched, swapped = self.num_tokens_of(matched), seq.swapped
-        has_all = swapped is not None and num_matched >= swapped.first_block * self.block_size
-        return max(num_matched, swapped.num_computed_tokens) if has_all else num_matched
+        swapped = seq.swapped
+        has_all = swapped is not None and hit.num_tokens >= swapped.first_block * self.block_size
+        return max(hit.num_tokens, swapped.num_computed_tokens) if has_all else hit.num_tokens
 
     def admit(
-        self, seq: Sequence, matched: list[Block], num_new_tokens: int, *, reserve: int = 0
+        self, seq: Sequence, hit: PrefixHit, num_new_tokens: int, *, reserve: int = 0
     ) -> list[Block] | None:
-        """Starts a sequence that holds no blocks: shares the matched ones and allocates slots for the next tokens.
+        """Starts a sequence that holds no blocks: shares the cached ones and allocates slots for the next tokens.
 
         None where the pool cannot hold the whole sequence as it is now and leave reserve blocks free: to admit half a
         prompt, or to take the block that a running sequence needs next, invites preemption.
         """
         assert not seq.block_table.blocks, f"{seq} already holds blocks"
-        shared = self._owned(matched)
-        num_needed = self.spec.num_blocks_for(seq.num_tokens - self.num_tokens_of(matched))
+        shared = self._owned(hit.entries)
+        num_needed = self.spec.num_blocks_for(seq.num_tokens - hit.num_tokens // self.block_size * self.block_size)
         if num_needed + reserve > self.pool.num_free - sum(block.ref_count == 0 for block in shared):
             return None
         for block in shared:
             self.pool.acquire(block)
-        seq.block_table.blocks.extend(matched)
-        seq.num_computed_tokens = self.num_tokens_found(seq, matched)
+        seq.block_table.blocks.extend(hit.entries)
+        seq.num_computed_tokens = self.num_tokens_found(seq, hit)
         return self.allocate_slots(seq, num_new_tokens)
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> list[Block] | None:
@@ -209,25 +211,10 @@ class KVCacheManager:
             self._num_copied.subtract(dropped)
             self.pool.release(dropped)
 
-    def pin(self, token_ids: list[int]) -> None:
-        """Owns the cached full blocks of a prefix, for good."""
-        hashes: list[BlockHash] = []
-        num_blocks = len(token_ids) // self.block_size
-        self.prefix_cache.extend_hashes(hashes, token_ids, num_blocks)
-        table = BlockTable()
-        table.blocks.extend(filter(None, self.prefix_cache.match(hashes, num_blocks)))
-        for block in table.blocks:
-            self.pool.acquire(block)
-        self.pinned.append(table)
-
-    @property
-    def pinned_blocks(self) -> set[Block]:
-        return {block for table in self.pinned for block in table.blocks}
-
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached content that is not pinned; False, and nothing forgotten, while sequences hold blocks, or
         have some in host memory."""
-        pinned = self.pinned_blocks
+        pinned = self.pinned.blocks
         if self.pool.num_used > len(pinned) or self.swap_space.num_used:
             return False
         self.prefix_cache.clear(keep=pinned)
@@ -236,11 +223,9 @@ class KVCacheManager:
     def forget(self) -> None:
         """After the pool's content was lost: no block is cached or pinned any more."""
         self.prefix_cache.clear()
-        for table in self.pinned:
-            self.pool.release(table.blocks[::-1])
-        self.pinned.clear()
+        self.pinned.forget()
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Asserts what must always hold of the pool, given every sequence that exists."""
         copies = [(copy.source, copy.destination) for copy in self.copies]
-        check_invariants(list(sequences), self.pool, self.prefix_cache, copies, self.pinned, self.swap_space)
+        check_invariants(list(sequences), self.pool, self.prefix_cache, copies, self.pinned.tables, self.swap_space)

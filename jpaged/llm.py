@@ -99,7 +99,7 @@ class LLM:
         engine.pin_prefix(self._token_ids(prompt))
         while engine.pins.computing:
             engine.step()
-        if len(engine.kv.pinned) < len(engine.pins.prefixes):
+        if len(engine.kv.pinned.tables) < len(engine.pins.prefixes):
             raise RuntimeError("a pinned prefix could not be computed: see the log")
 
     def reset_prefix_cache(self) -> bool:

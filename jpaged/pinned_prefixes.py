@@ -1,13 +1,15 @@
 """PinnedPrefixes: prompts that an operator keeps in the prefix cache for good."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from jpaged.block_table import BlockTable
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.outputs import OutputDelta
-from jpaged.prefix_cache import BlockHash
+from jpaged.prefix_cache import BlockHash, hash_block, root_hash
 from jpaged.sampling_params import SamplingParams
+from jpaged.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +17,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=1)
 
 
 class PinnedPrefixes:
-    """Each is computed once, as a request of one token that nobody hears of; then its full blocks are owned here."""
+    """Each is computed once, as a request of one token that nobody hears of; then its blocks are owned for good."""
 
     def __init__(self, kv: KVCacheManager, add_request: Callable[[str, list[int], SamplingParams], object]):
         self._kv = kv
@@ -23,6 +25,7 @@ class PinnedPrefixes:
         self._held: set[tuple[int, BlockHash]] = set()  # (group, content) of their blocks
         self.prefixes: dict[str, list[int]] = {}  # by request id
         self.computing: set[str] = set()
+        self._tables: dict[str, BlockTable] = {}  # of those being computed whose last token is in a step in flight
 
     @property
     def num_blocks(self) -> int:
@@ -30,15 +33,16 @@ class PinnedPrefixes:
         return len(self._held)
 
     def add(self, token_ids: list[int]) -> None:
-        """Queues a prefix. Raises ValueError where it has no full block, or leaves no room for a request of maximum length."""
+        """Queues a prefix. Raises ValueError where it leaves no room for a request of maximum length."""
         kv, spec = self._kv, self._kv.spec
         if not kv.enable_prefix_caching:
             raise ValueError("pin_prefix needs enable_prefix_caching")
-        num_blocks = len(token_ids) // spec.block_size
-        if num_blocks == 0:
-            raise ValueError(f"pin_prefix has {len(token_ids)} tokens; the least is a block, {spec.block_size} tokens")
-        hashes: list[BlockHash] = []
+        if list(token_ids) in self.prefixes.values():
+            return
+        num_blocks, hashes = len(token_ids) // spec.block_size, []
         kv.prefix_cache.extend_hashes(hashes, token_ids, num_blocks)
+        if tail := token_ids[num_blocks * spec.block_size :]:
+            hashes.append(hash_block(hashes[-1] if hashes else root_hash(), tail))
         seen_from = spec.seen_from(num_blocks * spec.block_size)
         held = self._held.union((group, h) for group, first in enumerate(seen_from) for h in hashes[first:])
         total, num_most = len(held), spec.num_blocks_for(spec.max_model_len)
@@ -50,8 +54,14 @@ class PinnedPrefixes:
             )
         request_id = f"pinned prefix {len(self.prefixes)}"
         self._queue(request_id, token_ids)
-        self.prefixes[request_id] = token_ids
+        self.prefixes[request_id] = list(token_ids)
         self._held = held
+
+    def hold(self, sampled: Iterable[Sequence]) -> None:
+        """Keeps the partly filled last blocks of prefixes whose last tokens a step was just planned to compute."""
+        for seq in sampled:
+            if seq.request_id in self.computing:
+                self._tables[seq.request_id] = self._kv.pinned.hold_tail(seq)
 
     def take(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
         """Pins what a step has completed; returns the deltas that are for others. To be called before the next step is
@@ -59,14 +69,18 @@ class PinnedPrefixes:
         for delta in deltas:
             if delta.request_id in self.computing and delta.finish_reason is not None:
                 self.computing.remove(delta.request_id)
+                table = self._tables.pop(delta.request_id, None)
                 if delta.error is None:
-                    self._kv.pin(self.prefixes[delta.request_id])
+                    self._kv.pinned.pin(table, self.prefixes[delta.request_id])
                 else:
+                    if table is not None:
+                        self._kv.pinned.unpin(table)
                     logger.error("%s could not be computed: %s", delta.request_id, delta.error)
         return [delta for delta in deltas if delta.request_id not in self.prefixes]
 
     def recompute(self) -> None:
         """After the pool's content was lost."""
+        self._tables.clear()
         for request_id, token_ids in self.prefixes.items():
             if request_id not in self.computing:
                 self._queue(request_id, token_ids)

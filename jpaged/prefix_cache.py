@@ -3,6 +3,7 @@
 import hashlib
 from array import array
 from collections.abc import Container
+from typing import NamedTuple
 
 from jpaged.block_pool import Block
 from jpaged.cache_spec import CacheSpec
@@ -49,6 +50,16 @@ def hash_block(parent: BlockHash, token_ids: list[int]) -> BlockHash:
 
 
 ROOT_HASH = BlockHash(bytes(32), b"", None)
+
+
+class PrefixHit(NamedTuple):
+    """What a sequence can start from: the first entries of its block table, which hold its first num_tokens tokens."""
+
+    entries: list[Block]
+    num_tokens: int
+
+
+NO_HIT = PrefixHit([], 0)
 
 
 class PrefixCache:

@@ -1,11 +1,10 @@
 """Swapping: which blocks of a preempted sequence go to host memory, and into which they come back."""
 
-from collections.abc import Sequence as List
 from itertools import takewhile
 
-from jpaged.block_pool import Block
 from jpaged.cache_spec import CacheSpec
 from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.prefix_cache import PrefixHit
 from jpaged.sequence import Sequence
 from jpaged.swap_space import SwappedOut
 
@@ -31,19 +30,19 @@ def swap_out(kv: KVCacheManager, seq: Sequence) -> bool:
     return True
 
 
-def swap_in(kv: KVCacheManager, seq: Sequence, matched: List[Block]) -> SwappedOut | None:
-    """For a sequence just admitted with matched entries: what is to be copied into its blocks before the next step runs;
+def swap_in(kv: KVCacheManager, seq: Sequence, hit: PrefixHit) -> SwappedOut | None:
+    """For a sequence just admitted with that hit: what is to be copied into its blocks before the next step runs;
     None where nothing is, or all of it has to be recomputed."""
-    swapped, num_matched = seq.swapped, kv.num_tokens_of(matched)
+    swapped = seq.swapped
     if swapped is None:
         return None
     discard_swapped(kv, seq)
-    if num_matched < swapped.first_block * kv.block_size or num_matched >= swapped.num_computed_tokens:
+    if hit.num_tokens < swapped.first_block * kv.block_size or hit.num_tokens >= swapped.num_computed_tokens:
         return None
     copied = _entries_to_copy(kv.spec, swapped.first_block, swapped.num_computed_tokens)
     blocks = seq.block_table.blocks
-    swapped.block_ids = [0 if i < len(matched) else blocks[i].block_id for i in copied]
-    kv.mark_computed(seq, num_matched, swapped.num_computed_tokens)
+    swapped.block_ids = [0 if i < len(hit.entries) else blocks[i].block_id for i in copied]
+    kv.mark_computed(seq, hit.num_tokens, swapped.num_computed_tokens)
     return swapped
 
 

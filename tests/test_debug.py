@@ -21,7 +21,8 @@ def shared_run():
     scheduler.add(request(1, prefix + [1, 2, 3, 4], max_tokens=1))
     while scheduler.has_work:
         run_step(scheduler)
-    scheduler.kv.pin(prefix)
+    pinned = scheduler.kv.pinned
+    pinned.pin(pinned.hold_tail(request(0, [])), prefix)
     scheduler.add(request(2, prefix + [5], max_tokens=9))
     scheduler.add(request(3, prefix + [6, 7, 8, 9, 10], max_tokens=9))
     scheduler.add(request(4, prefix, max_tokens=9))

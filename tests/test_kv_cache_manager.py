@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 
 from jpaged.cache_spec import CacheSpec
 from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.prefix_cache import NO_HIT
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import Sequence
 from jpaged.swap_space import CHUNK, SwappedOut
@@ -61,6 +62,7 @@ class PoolWalk(RuleBasedStateMachine):
         self.prompts: list[list[int]] = [[]]
         self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.num_requests = 0
+        self.pinned: list[tuple[int, ...]] = []  # prefixes
 
     @initialize(
         num_blocks=st.integers(5, 12),
@@ -158,22 +160,25 @@ class PoolWalk(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99), share=st.floats(0, 1), reserve=st.sampled_from([0, 0, 1, 3]))
     def admit(self, which, share, reserve):
         seq = self.waiting[which % len(self.waiting)]
-        matched = self.manager.match_prefix(seq)
-
-        num_matched = len(matched) // len(self.windows)
+        hit, swapped = self.manager.match_prefix(seq), seq.swapped
+        num_matched = hit.num_tokens // SIZE
         assert num_matched == (self.longest_match(seq) if self.manager.enable_prefix_caching else 0)
+        tails = [prefix for prefix in self.pinned if len(prefix) // SIZE == num_matched and len(prefix) % SIZE]
+        tails = [len(prefix) for prefix in tails if tuple(seq.token_ids[:-1])[: len(prefix)] == prefix]
+        assert hit.num_tokens == max(tails, default=num_matched * SIZE) or swapped is not None
+        assert len(hit.entries) == len(self.windows) * -(-hit.num_tokens // SIZE)
 
-        found, swapped = self.manager.num_tokens_found(seq, matched), seq.swapped
+        found, num_hit = self.manager.num_tokens_found(seq, hit), hit.num_tokens
         if swapped is None or num_matched < swapped.first_block:
-            assert found == num_matched * SIZE
+            assert found == num_hit
         else:
-            assert found == max(num_matched * SIZE, swapped.num_computed_tokens)
+            assert found == max(num_hit, swapped.num_computed_tokens)
         missing = seq.num_tokens - found
         num_new = max(1, round(share * missing))
         num_needed = self.manager.spec.num_blocks_for(seq.num_tokens - num_matched * SIZE)
-        fits = num_needed + reserve <= len(self.free_ids() - {block.block_id for block in matched})
+        fits = num_needed + reserve <= len(self.free_ids() - {block.block_id for block in hit.entries})
         before = snapshot(self.manager, self.sequences)
-        got = self.manager.admit(seq, matched, num_new, reserve=reserve)
+        got = self.manager.admit(seq, hit, num_new, reserve=reserve)
         assert (got is not None) == fits
         if got is None:
             assert snapshot(self.manager, self.sequences) == before
@@ -181,10 +186,12 @@ class PoolWalk(RuleBasedStateMachine):
         self.waiting.remove(seq)
         self.running.append(seq)
         assert seq.num_computed_tokens == found < seq.num_tokens
-        added = seq.block_table.blocks[len(matched) :]
-        assert seq.block_table.blocks[: len(matched)] == matched and [block for block in added if block.block_id] == got
-        copy = swap_in(self.manager, seq, matched)
-        assert (copy is not None) == (found > num_matched * SIZE) and seq.swapped is None
+        num_kept = num_matched * len(self.windows)  # a partly filled block that is shared is copied
+        added = seq.block_table.blocks[num_kept:]
+        assert seq.block_table.blocks[:num_kept] == hit.entries[:num_kept]
+        assert [block for block in added if block.block_id] == got
+        copy = swap_in(self.manager, seq, hit)
+        assert (copy is not None) == (found > num_hit) and seq.swapped is None
         if copy is not None:
             for block_id, slots in zip(copy.block_ids, copy.content, strict=True):
                 self.content.update((block_id * SIZE + i, held) for i, held in enumerate(slots) if block_id)
@@ -306,26 +313,32 @@ class PoolWalk(RuleBasedStateMachine):
     def reset(self, how_rare):
         if how_rare:
             return
-        num_pinned = len(self.manager.pinned_blocks)
+        num_pinned = len(self.manager.pinned.blocks)
         is_used = self.manager.pool.num_used > num_pinned or self.manager.swap_space.num_used > 0
         before = snapshot(self.manager, self.sequences)
         assert self.manager.reset_prefix_cache() == (not is_used)
         assert (
-            snapshot(self.manager, self.sequences) == before if is_used else len(self.cached_prefixes()) == num_pinned
+            snapshot(self.manager, self.sequences) == before
+            if is_used
+            else {block for _, block in self.cached_blocks()} <= self.manager.pinned.blocks
         )
 
     @precondition(lambda self: self.running and self.manager.enable_prefix_caching)
     @rule(which=st.integers(0, 99), how_rare=st.integers(0, 5))
     def pin(self, which, how_rare):
         seq = self.running[which % len(self.running)]
-        num_blocks = seq.num_computed_tokens // SIZE
-        if how_rare or num_blocks == 0:
+        prefix = tuple(seq.token_ids[: seq.num_computed_tokens])
+        if how_rare or not prefix or prefix in self.pinned:
             return
-        self.manager.pin(seq.token_ids[: num_blocks * SIZE])
-        prefix = tuple(seq.token_ids[: num_blocks * SIZE])
-        held = [self.content[block.block_id * SIZE + SIZE - 1] for block in self.manager.pinned[-1].blocks]
-        wanted = [divmod(entry, len(self.windows)) for entry in self.entries_seen(num_blocks * SIZE, range(num_blocks))]
-        assert held == [(group, prefix[: (i + 1) * SIZE]) for i, group in wanted] or self.manager.has_windows
+        table = self.manager.pinned.hold_tail(seq)
+        if len(prefix) % 3 == 0:  # as if it had failed
+            self.manager.pinned.unpin(table)
+            return
+        self.manager.pinned.pin(table, list(prefix))
+        if len(table) == len(self.entries_seen(len(prefix) // SIZE * SIZE, range(-(-len(prefix) // SIZE)))):
+            self.pinned.append(prefix)  # all of it was still findable
+        for block in table.blocks[: len(prefix) // SIZE] if not self.manager.has_windows else ():
+            assert self.content[block.block_id * SIZE + SIZE - 1][1] == prefix[: len(self.content[block.block_id * SIZE + SIZE - 1][1])]
 
     @rule(how_rare=st.integers(0, 9))
     def lose_the_pool(self, how_rare):
@@ -338,7 +351,8 @@ class PoolWalk(RuleBasedStateMachine):
         for seq in self.waiting:
             discard_swapped(self.manager, seq)
         self.manager.forget()
-        assert self.manager.pool.num_used == 0 and all(self.manager.match_prefix(seq) == [] for seq in self.waiting)
+        self.pinned.clear()
+        assert self.manager.pool.num_used == 0 and all(self.manager.match_prefix(seq) == NO_HIT for seq in self.waiting)
 
     @invariant()
     def pool_is_sound(self):
@@ -367,7 +381,7 @@ class PoolWalk(RuleBasedStateMachine):
             discard_swapped(self.manager, seq)
         self.manager.check_invariants(self.sequences)
         assert self.manager.swap_space.num_used == 0
-        assert self.manager.pool.num_used == len(self.manager.pinned_blocks)
+        assert self.manager.pool.num_used == len(self.manager.pinned.blocks)
 
 
 def walk_settings(num_walks, num_steps=60):
@@ -389,8 +403,8 @@ def test_a_hundred_thousand_steps_keep_the_pool_sound():
 def run_prompt(manager, tokens, name="a"):
     """Admits a sequence and computes its prompt at once; returns it with the number of tokens found in the cache."""
     seq = make_sequence(tokens, name)
-    matched = manager.match_prefix(seq)
-    assert manager.admit(seq, matched, seq.num_tokens - len(matched) * SIZE) is not None
+    hit = manager.match_prefix(seq)
+    assert manager.admit(seq, hit, seq.num_tokens - hit.num_tokens) is not None
     before = seq.num_computed_tokens
     seq.num_computed_tokens = seq.num_tokens
     manager.mark_computed(seq, before, seq.num_computed_tokens)
@@ -424,7 +438,7 @@ def test_finished_sequence_leaves_its_prefix_findable_until_the_blocks_are_neede
     assert num_hit == 8
     manager.free(again)
     run_prompt(manager, list(range(100, 116)), "c")  # takes all four
-    assert manager.match_prefix(make_sequence(list(range(9)))) == []
+    assert manager.match_prefix(make_sequence(list(range(9)))) == NO_HIT
 
 
 def test_continuation_is_given_up_before_its_prefix():
@@ -432,7 +446,7 @@ def test_continuation_is_given_up_before_its_prefix():
     seq, _ = run_prompt(manager, list(range(16)))
     manager.free(seq)
     run_prompt(manager, [90] * 5, "b")  # takes two of the four
-    assert len(manager.match_prefix(make_sequence(list(range(16)) + [0]))) == 2
+    assert manager.match_prefix(make_sequence(list(range(16)) + [0])).num_tokens == 2 * SIZE
 
 
 def test_matched_blocks_that_wait_in_the_free_queue_are_not_counted_as_free():
@@ -447,15 +461,15 @@ def test_matched_blocks_that_wait_in_the_free_queue_are_not_counted_as_free():
 
 def test_sequence_is_admitted_only_where_all_of_it_fits_now():
     manager = make_manager(4)
-    assert manager.admit(make_sequence([1] * 13), [], 1) is None
-    assert manager.admit(make_sequence([1] * 12), [], 1) is not None
+    assert manager.admit(make_sequence([1] * 13), NO_HIT, 1) is None
+    assert manager.admit(make_sequence([1] * 12), NO_HIT, 1) is not None
     assert manager.pool.num_used == 1  # slots are taken only for the tokens of this step
 
 
 def test_slots_within_the_last_block_cost_no_new_block():
     manager = make_manager(4)
     seq = make_sequence([1] * 3)
-    assert len(manager.admit(seq, [], 3)) == 1
+    assert len(manager.admit(seq, NO_HIT, 3)) == 1
     seq.num_computed_tokens = 3
     seq.append(1)
     assert manager.allocate_slots(seq, 1) == []
@@ -605,13 +619,13 @@ def test_a_shared_prefix_stays_and_is_found_when_its_sequence_comes_back():
     own = seq.block_table.block_ids()[2:]
     assert swap_out(manager, seq)
     assert (seq.swapped.first_block, seq.swapped.block_ids, seq.swapped.num_computed_tokens) == (2, own, 13)
-    matched = manager.match_prefix(seq)
-    assert manager.num_tokens_found(seq, matched) == 13
-    manager.admit(seq, matched, 1)
-    copy = swap_in(manager, seq, matched)
+    hit = manager.match_prefix(seq)
+    assert manager.num_tokens_found(seq, hit) == 13
+    manager.admit(seq, hit, 1)
+    copy = swap_in(manager, seq, hit)
     assert seq.block_table.blocks[:2] == keeper.block_table.blocks[:2]
-    num_still_cached = len(matched) - 2
-    assert copy.block_ids == [0] * num_still_cached + seq.block_table.block_ids()[len(matched) : 4]
+    num_matched = len(hit.entries)
+    assert copy.block_ids == [0] * (num_matched - 2) + seq.block_table.block_ids()[num_matched:4]
     manager.check_invariants([keeper, seq])
 
 
@@ -624,7 +638,52 @@ def test_a_sequence_whose_shared_prefix_is_gone_is_recomputed():
     manager.free(keeper)
     other, _ = run_prompt(manager, [9] * 24)
     manager.free(other)
-    matched = manager.match_prefix(seq)
-    assert (len(matched), manager.num_tokens_found(seq, matched)) == (0, 0)
-    manager.admit(seq, matched, 14)
-    assert swap_in(manager, seq, matched) is None and seq.swapped is None and manager.swap_space.num_used == 0
+    hit = manager.match_prefix(seq)
+    assert hit == NO_HIT and manager.num_tokens_found(seq, hit) == 0
+    manager.admit(seq, hit, 14)
+    assert swap_in(manager, seq, hit) is None and seq.swapped is None and manager.swap_space.num_used == 0
+
+
+def pin(manager, tokens):
+    seq, _ = run_prompt(manager, tokens, "pin")
+    table = manager.pinned.hold_tail(seq)
+    manager.free(seq)
+    manager.pinned.pin(table, tokens)
+    return table
+
+
+@pytest.mark.parametrize("num_pinned", [3, 4, 6, 8])
+def test_who_goes_on_from_a_pinned_prefix_copies_its_partly_filled_block_and_no_other(num_pinned):
+    manager, prefix = make_manager(20), list(range(num_pinned))
+    table = pin(manager, prefix)
+    readers = [make_sequence(prefix + [90 + i, 7], str(i)) for i in range(2)]
+    for reader in readers:
+        hit = manager.match_prefix(reader)
+        assert hit == (table.blocks, num_pinned)
+        manager.admit(reader, hit, 2)
+        manager.check_invariants(readers)
+    copies = manager.take_copies()
+    assert [copy.source for copy in copies] == table.blocks[num_pinned // SIZE :] * 2
+    for reader in readers:
+        num_full = num_pinned // SIZE
+        assert reader.block_table.blocks[:num_full] == table.blocks[:num_full]
+        assert not set(reader.block_table.blocks[num_full:]) & set(table.blocks)
+        manager.free(reader)
+    assert set(manager.pinned.blocks) == set(table.blocks) and manager.pool.num_used == len(table)
+
+
+def test_a_pinned_prefix_is_no_hit_for_itself_nor_for_who_leaves_it_early():
+    manager, prefix = make_manager(20), list(range(6))
+    pin(manager, prefix)
+    for tokens in (prefix, prefix[:5] + [77, 78]):
+        assert manager.match_prefix(make_sequence(tokens)).num_tokens == SIZE
+    salted = Sequence("s", prefix + [1], SamplingParams(cache_salt="tenant"), seed=0, max_tokens=1)
+    assert manager.match_prefix(salted) == NO_HIT
+
+
+def test_of_two_pinned_prefixes_the_longer_that_fits_is_taken():
+    manager = make_manager(20)
+    short, long = pin(manager, [1, 2, 3, 4, 5]), pin(manager, [1, 2, 3, 4, 5, 6])
+    assert short.blocks[0] is long.blocks[0] and short.blocks[1] is not long.blocks[1]
+    for tokens, table in (([1, 2, 3, 4, 5, 6, 7], long), ([1, 2, 3, 4, 5, 9, 9], short)):
+        assert manager.match_prefix(make_sequence(tokens)).entries == table.blocks

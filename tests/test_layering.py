@@ -47,6 +47,7 @@ MAY_PAD_ARRAYS = {
 MAY_USE_TORCH = {
     "scripts/make_parity_fixture.py": "makes the fixture of Hugging Face's tokens; no part of the engine",
     "scripts/make_beam_fixture.py": "makes the fixture of Hugging Face's beams; no part of the engine",
+    "scripts/make_window_fixture.py": "makes the fixture of Hugging Face's sliding windows; no part of the engine",
     "scripts/peers/worker_transformers.py": "runs in a peer's own environment",
     "scripts/peers/vllm_scheduler.py": "runs in a peer's own environment",
 }

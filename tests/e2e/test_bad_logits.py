@@ -44,7 +44,7 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(model, programs_dir,
         assert [output.token_ids for output in failed] == [[], [POISON], []]
         for output in failed:
             assert (output.finish_reason, output.error) == ("error", "the model's logits are not finite numbers")
-    poisoned = engine.kv.match_prefix(Sequence("again", bad[0].prompt, GREEDY, seed=0, max_tokens=1))
+    poisoned, _ = engine.kv.match_prefix(Sequence("again", bad[0].prompt, GREEDY, seed=0, max_tokens=1))
     assert poisoned == [], "what gave no numbers must not be shared"
     engine.close()
 

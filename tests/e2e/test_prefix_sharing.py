@@ -83,7 +83,7 @@ def test_the_cache_is_reset_only_while_nobody_holds_blocks(llm, engine):
 
 @pytest.fixture(scope="module")
 def pinned(model, programs_dir, tmp_path_factory):
-    """20 usable blocks, of which 3 are pinned by a file."""
+    """20 usable blocks, of which 4 are pinned by a file; the last has 10 tokens."""
     path = tmp_path_factory.mktemp("pins") / "prefix.txt"
     path.write_text("You are a helpful assistant. " * 2, encoding="utf-8")  # 58 tokens, one a byte
     engine = make_engine(model, programs_dir, num_blocks_override=21, max_model_len=160, pin_prefix=(str(path),))
@@ -100,9 +100,9 @@ def drain(engine):
         assert engine.step() == []
 
 
-def check_idle(engine, num_pinned=3):
+def check_idle(engine, num_pinned=4):
     engine.kv.check_invariants([])
-    assert engine.kv.pool.num_used == len(engine.kv.pinned_blocks) == num_pinned and not engine.has_work
+    assert engine.kv.pool.num_used == len(engine.kv.pinned.blocks) == num_pinned and not engine.has_work
 
 
 def ask(engine, ids: list[int]) -> tuple[int, list[int]]:
@@ -122,12 +122,13 @@ def test_a_pinned_prefix_is_computed_once_and_outlives_any_traffic(pinned, engin
     check_idle(pinned)
     assert pinned.metrics.request_success.total() == 0
     ids = pinned_prefix(pinned) + [1, 2, 3]
-    assert ask(pinned, ids) == (48, run(engine, [Request(ids, GREEDY)])[0].token_ids)
+    assert ask(pinned, ids) == (58, run(engine, [Request(ids, GREEDY)])[0].token_ids)
+    assert ask(pinned, ids[:58])[0] == 48  # the last token is always computed
     for seed in range(9):  # 90 blocks through a pool of 20
         assert ask(pinned, prompt(150, seed))[0] == 0
-    assert ask(pinned, ids)[0] == 48
+    assert ask(pinned, ids)[0] == 58
     assert pinned.kv.reset_prefix_cache()  # what is pinned stays
-    assert ask(pinned, ids)[0] == 48
+    assert ask(pinned, ids)[0] == 58
     check_idle(pinned)
 
 
@@ -138,7 +139,7 @@ def test_pinned_prefixes_are_computed_anew_after_the_pool_was_lost(pinned, monke
     break_steps(pinned, monkeypatch, lambda number, step: number == 0)
     assert ask(pinned, ids)[1] == expected
     check_idle(pinned)
-    assert ask(pinned, ids) == (48, expected)
+    assert ask(pinned, ids) == (58, expected)
 
 
 def test_pinned_prefixes_share_their_common_blocks_and_are_counted_once(model, programs_dir):
@@ -148,25 +149,27 @@ def test_pinned_prefixes_share_their_common_blocks_and_are_counted_once(model, p
     first, second = prompt(40), prompt(40)[:33] + prompt(31, seed=9)
     llm.pin_prefix(first)
     llm.pin_prefix(second)
-    assert engine.pins.num_blocks == 4
-    check_idle(engine, num_pinned=4)
-    assert ask(engine, second)[0] == 48
+    llm.pin_prefix(second)
+    assert engine.pins.num_blocks == 5
+    check_idle(engine, num_pinned=5)
+    assert ask(engine, second)[0] == 48 and ask(engine, first + [7])[0] == 40
     with pytest.raises(
-        ValueError, match=r"pin_prefix needs 13 blocks in all.*of the KV pool's 20.*max_model_len \(160\) needs 10"
+        ValueError, match=r"pin_prefix needs 15 blocks in all.*of the KV pool's 20.*max_model_len \(160\) needs 10"
     ):
         llm.pin_prefix(prompt(150, seed=3))
-    with pytest.raises(ValueError, match="pin_prefix has 15 tokens; the least is a block, 16 tokens"):
-        llm.pin_prefix(prompt(15))
     with pytest.raises(ValueError, match=r"token id 999"):
         llm.pin_prefix([999] * 20)
-    check_idle(engine, num_pinned=4)
-    assert engine.pins.num_blocks == 4
+    check_idle(engine, num_pinned=5)
+    assert engine.pins.num_blocks == 5
+    llm.pin_prefix([9, 8, 7])  # less than a block
+    assert ask(engine, [9, 8, 7, 6, 5])[0] == 3
+    check_idle(engine, num_pinned=6)
     engine.close()
 
 
 def test_the_memory_table_counts_what_is_pinned(pinned):
     table = pinned.runner.memory.table(pinned.pins.num_blocks)
-    assert "pinned prefixes" in table and "3 of these blocks" in table and "272 tokens fit" in table
+    assert "pinned prefixes" in table and "4 of these blocks" in table and "256 tokens fit" in table
     assert "pinned" not in pinned.runner.memory.table()
 
 
