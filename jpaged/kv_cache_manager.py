@@ -84,9 +84,7 @@ class KVCacheManager:
         has_all = swapped is not None and hit.num_tokens >= swapped.first_block * self.block_size
         return max(hit.num_tokens, swapped.num_computed_tokens) if has_all else hit.num_tokens
 
-    def admit(
-        self, seq: Sequence, hit: PrefixHit, num_new_tokens: int, *, reserve: int = 0
-    ) -> list[Block] | None:
+    def admit(self, seq: Sequence, hit: PrefixHit, num_new_tokens: int, *, reserve: int = 0) -> list[Block] | None:
         """Starts a sequence that holds no blocks: shares the cached ones and allocates slots for the next tokens.
 
         None where the pool cannot hold the whole sequence as it is now and leave reserve blocks free: to admit half a
@@ -140,7 +138,9 @@ class KVCacheManager:
         num_logical = self.spec.num_logical_for(seq.num_computed_tokens + num_new_tokens)
         if num_have >= num_logical:
             return []
-        return [i >= first for i in range(num_have, num_logical) for first in self.spec.seen_from(seq.num_computed_tokens)]
+        return [
+            i >= first for i in range(num_have, num_logical) for first in self.spec.seen_from(seq.num_computed_tokens)
+        ]
 
     def _owned(self, entries: Iterable[Block]) -> list[Block]:
         """Without the null block, which stands where a window has passed."""

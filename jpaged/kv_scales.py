@@ -53,7 +53,9 @@ def with_kv_scales(
         _, pools = model(batch, plain.make_pools(num_blocks))
         blocks = np.arange(1, num_blocks).reshape(len(groups.windows), -1)  # of each group
         if plain.roll_layers:
-            return _largest_in(pools[0], np.stack([place * num_blocks + blocks[g] for g, place in groups.of_layers]), plain)
+            return _largest_in(
+                pools[0], np.stack([place * num_blocks + blocks[g] for g, place in groups.of_layers]), plain
+            )
         return jnp.stack([_largest_in(pools[place], blocks[g], plain) for g, place in groups.of_layers])
 
     batch = jax.device_put(batch, plain.replicated)

@@ -91,9 +91,9 @@ class LLM:
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def pin_prefix(self, prompt: Prompt) -> None:
-        """Computes a prefix, of which the full blocks then stay in the KV pool.
+        """Computes a prefix, which then stays in the KV pool.
 
-        Raises ValueError where it has none, or would leave too little room; RuntimeError where the device fails.
+        Raises ValueError where it would leave too little room; RuntimeError where the device fails.
         """
         engine = self.engine
         engine.pin_prefix(self._token_ids(prompt))

@@ -14,7 +14,9 @@ class PinnedBlocks:
     def __init__(self, pool: BlockPool, prefix_cache: PrefixCache):
         self._pool, self._cache = pool, prefix_cache
         self.tables: list[BlockTable] = []
-        self._tails: dict[BlockHash, list[tuple[list[int], list[Block]]]] = {}  # by what comes before: tokens and entries
+        self._tails: dict[
+            BlockHash, list[tuple[list[int], list[Block]]]
+        ] = {}  # by what comes before: tokens and entries
 
     @property
     def blocks(self) -> set[Block]:

@@ -34,7 +34,9 @@ def check_invariants(
         assert (block.ref_count == 0) == (block.block_id in free_ids), f"{block} is both used and free, or neither"
     assert pool.num_owned == owners.total(), (pool.num_owned, owners.total())
     assert pool.null_block.ref_count == 0 and 0 not in owners and 0 not in free_ids
-    cached = [(content, block) for content, entry in prefix_cache.blocks.items() for block in entry if block is not None]
+    cached = [
+        (content, block) for content, entry in prefix_cache.blocks.items() for block in entry if block is not None
+    ]
     for block_hash, block in cached:
         assert block.block_hash == block_hash, f"{block} is cached under another hash"
     num_hashed = sum(block.block_hash is not None for block in pool.blocks)

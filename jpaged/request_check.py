@@ -53,7 +53,11 @@ class RequestCheck:
                 raise ValueError(f"{name} holds token id {worst}; the vocabulary ends at {self.vocab_size - 1}")
         bad_word_tokens(params.bad_words, self.tokenizer)
         num_prompt, limit = len(prompt_token_ids), self.max_model_len
-        why = "" if limit == self.max_position else f" (the KV pool holds {self.spec.num_tokens_in(self.num_usable_blocks)})"
+        why = (
+            ""
+            if limit == self.max_position
+            else f" (the KV pool holds {self.spec.num_tokens_in(self.num_usable_blocks)})"
+        )
         if num_prompt >= limit:
             raise ValueError(f"the prompt has {num_prompt} tokens; the context is {limit} tokens{why}, output included")
         if params.max_tokens is not None and num_prompt + params.max_tokens > limit:

@@ -81,7 +81,9 @@ def paged_attention(
             pool = kv_write(pool, k, v, meta.slot_mapping, **_named(scales))
         with jax.named_scope("attention"):
             kinds = [partial(attend, window) for window in windows]
-            attended = kinds[0](q, pool, meta, scales) if kind is None else lax.switch(kind, kinds, q, pool, meta, scales)
+            attended = (
+                kinds[0](q, pool, meta, scales) if kind is None else lax.switch(kind, kinds, q, pool, meta, scales)
+            )
         return attended, pool
 
     by_head, by_kv_head = P(None, MODEL_AXIS, None), layout.partition_spec(MODEL_AXIS)

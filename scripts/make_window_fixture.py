@@ -55,7 +55,9 @@ def main() -> None:
         config = CONFIG | changes
         with tempfile.TemporaryDirectory() as folder:
             make_tiny_model(Path(folder), config, random_weights(config))
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
         cases.append({"config": changes, "outputs": [greedy(model, prompt) for prompt in prompts]})
     made_by = {
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,

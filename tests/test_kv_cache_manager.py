@@ -230,7 +230,10 @@ class PoolWalk(RuleBasedStateMachine):
     def fork(self, which, at, token):
         """A child goes on from all that its parent has computed, or from some of its full blocks."""
         parent = self.running[which % len(self.running)]
-        points, blocks = [*range(0, parent.num_computed_tokens, SIZE), parent.num_computed_tokens], parent.block_table.blocks
+        points, blocks = (
+            [*range(0, parent.num_computed_tokens, SIZE), parent.num_computed_tokens],
+            parent.block_table.blocks,
+        )
         points = [n for n in points if all(blocks[i].block_id for i in self.entries_seen(n, range(-(-n // SIZE))))]
         num_tokens = points[-1] if at % 2 else points[at % len(points)]
         child = parent.fork(1)
@@ -338,7 +341,10 @@ class PoolWalk(RuleBasedStateMachine):
         if len(table) == len(self.entries_seen(len(prefix) // SIZE * SIZE, range(-(-len(prefix) // SIZE)))):
             self.pinned.append(prefix)  # all of it was still findable
         for block in table.blocks[: len(prefix) // SIZE] if not self.manager.has_windows else ():
-            assert self.content[block.block_id * SIZE + SIZE - 1][1] == prefix[: len(self.content[block.block_id * SIZE + SIZE - 1][1])]
+            assert (
+                self.content[block.block_id * SIZE + SIZE - 1][1]
+                == prefix[: len(self.content[block.block_id * SIZE + SIZE - 1][1])]
+            )
 
     @rule(how_rare=st.integers(0, 9))
     def lose_the_pool(self, how_rare):

@@ -141,7 +141,8 @@ def _kernel(
     @pl.when(warpgroup == PRODUCER)
     def _produce():
         def work_of(item, kv_head):
-            return items[SEQUENCE, item], kv_head, *tiles_of(item), items[END, item]
+            seen_from = None if shape.window is None else items[BEGIN, item]
+            return items[SEQUENCE, item], kv_head, *tiles_of(item), seen_from, items[END, item]
 
         produce(shape, pool, table, Ring(keys, values, k_full, v_full, free), for_each_item, work_of)
 

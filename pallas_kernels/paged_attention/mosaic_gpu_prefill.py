@@ -142,7 +142,9 @@ def _kernel(
         plgpu.set_max_registers(24, action="decrease")
 
         def work_of(tile, first_head):
-            return tiles[SEQUENCE, tile], lax.div(first_head, shape.group), *kv_range(tile)
+            begin, last, end = kv_range(tile)
+            seen_from = None if shape.window is None else jnp.maximum(tiles[POSITION, tile] - shape.window + 1, 0)
+            return tiles[SEQUENCE, tile], lax.div(first_head, shape.group), begin, last, seen_from, end
 
         produce(shape, pool, table, Ring(keys, values, k_full, v_full, free), for_each_item, work_of)
 

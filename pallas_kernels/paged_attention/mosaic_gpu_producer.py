@@ -25,7 +25,8 @@ def produce(shape, pool, table, ring: Ring, for_each_item: Callable, work_of: Ca
     """Fills the ring with the KV tiles of every work item, in order; the number of tiles so far tells the stage.
 
     `shape` is the kernel's (stages, tile_kv, block_size, is_contiguous), pool `[N, B, K, 2, D]`, table `[S, M]`.
-    `work_of(*item)` -> (sequence, KV head, first tile, one past the last, position where its KV ends).
+    `work_of(*item)` -> (sequence, KV head, first tile, one past the last, position from which its KV is seen, None for the
+    first tile's own, position where it ends).
     """
     per_tile = shape.tile_kv // shape.block_size
 
@@ -38,7 +39,12 @@ def produce(shape, pool, table, ring: Ring, for_each_item: Callable, work_of: Ca
             drain(ring.free, shape.stages, for_each_item(produce_item, jnp.int32(0)))
 
     def produce_item(item, part, done):
-        sequence, kv_head, begin, last, end = work_of(item, part)
+        sequence, kv_head, begin, last, seen_from, end = work_of(item, part)
+        least = None if seen_from is None else lax.div(seen_from, shape.block_size)
+
+        def block_of(index):
+            """In the place of a block that the window has passed, which is another's by now, one that is seen."""
+            return block_id(sequence, index if least is None else jnp.maximum(index, least))
 
         def tile(index, done):
             stage = lax.rem(done, shape.stages)
@@ -49,10 +55,7 @@ def produce(shape, pool, table, ring: Ring, for_each_item: Callable, work_of: Ca
 
             first = index * per_tile
             # Past the end the null block is fetched: it is in L2, and every tile then brings the same bytes.
-            ids = [
-                jnp.where((first + b) * shape.block_size < end, block_id(sequence, first + b), 0)
-                for b in range(per_tile)
-            ]
+            ids = [jnp.where((first + b) * shape.block_size < end, block_of(first + b), 0) for b in range(per_tile)]
             for half, (buffer, full) in enumerate(((ring.keys, ring.k_full), (ring.values, ring.v_full))):
                 for b, block in enumerate(ids):
                     here = pl.ds(b * shape.block_size, shape.block_size)

@@ -41,6 +41,7 @@ def ragged_paged_attention_reference(
         if sliding_window is not None:
             seen &= at - np.arange(length) < sliding_window
         scores = np.where(seen[:, None], scores, -np.inf)
+        v[~seen.any(axis=0)] = 0  # what nobody sees may be anything, and 0 * NaN is NaN
         if sinks is not None:
             sink = np.broadcast_to(np.asarray(sinks, np.float64)[None, :, None], (*scores.shape[:2], 1))
             scores = np.concatenate([scores, sink], axis=2)

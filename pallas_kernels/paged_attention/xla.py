@@ -203,7 +203,8 @@ def _tile_partial(q, pool, table, at, first_at, end_at, scoring, size) -> _Parti
         keys, values = read_blocks(pool, ids)
         keys = keys.transpose(1, 2, 0, 3).reshape(num_kv_heads, head_dim, size)
         values = values.transpose(1, 0, 2, 3).reshape(num_kv_heads, size, head_dim)
-        values = jnp.where((position < end_at)[:, None], values, 0)
+        is_seen = (position < end_at) & (position >= scoring.first_seen(first_at))  # by anyone: 0 * NaN is NaN
+        values = jnp.where(is_seen[:, None], values, 0)
         seen = (position <= at) & (position >= scoring.first_seen(at))  # [R*G, C]
         scores = scoring(jnp.einsum("krd,kdc->krc", q, keys))
         own = _shift(jnp.max(jnp.where(seen, scores, _LOWEST), axis=2))

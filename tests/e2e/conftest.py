@@ -4,7 +4,8 @@ from tiny_model import CONFIG, WITH_WINDOW, make_tiny_model
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(CONFIG, id="tiny"), pytest.param(WITH_WINDOW, id="window", marks=pytest.mark.slow)]
+    scope="module",
+    params=[pytest.param(CONFIG, id="tiny"), pytest.param(WITH_WINDOW, id="window", marks=pytest.mark.slow)],
 )
 def model(request, tmp_path_factory) -> str:
     """A tiny random one, without and with a layer that sees a window; some files have another."""

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from engines import Request, abort_after_each_number_of_steps, break_steps, make_engine, run
+from engines import SMALL_POOLS, Request, abort_after_each_number_of_steps, break_steps, make_engine, run
 
 from jpaged.config import DEFAULT_MODEL
 from jpaged.engine import LLMEngine
@@ -130,18 +130,9 @@ def test_preempted_beams_are_those_that_were_not(model, programs_dir, requests, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_scheduler_steps", [1, 5])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(4, 20), (16, 9), (64, 5)])
-def test_the_equalities_in_every_mix(
-    model, programs_dir, requests, expected, num_scheduler_steps, overlap, caching, block_size, num_blocks
-):
-    small = make_engine(
-        model, programs_dir, block_size=block_size, num_blocks_override=num_blocks, max_model_len=60,
-        max_num_batched_tokens=16, num_scheduler_steps=num_scheduler_steps, async_scheduling=overlap,
-        enable_prefix_caching=caching,
-    )  # fmt: skip
+@pytest.mark.parametrize("options", SMALL_POOLS.values(), ids=SMALL_POOLS)
+def test_the_equalities_in_every_small_pool(model, programs_dir, requests, expected, options):
+    small = make_engine(model, programs_dir, max_model_len=60, max_num_batched_tokens=16, **options)
     assert_equal(run(small, 3 * requests, check_every_step=True), 3 * expected)
     assert small.scheduler.num_preemptions > 0
     small.close()
@@ -194,7 +185,10 @@ def test_beams_are_hugging_faces_on_every_prompt(smollm2):
 def test_an_abort_at_every_step_leaves_no_block_behind(engine, overlap):
     engine.in_flight._depth = 1 if overlap else 0
     prompt = list(range(3, 80))  # two chunks
-    stays, goes = Request(prompt[:20], SamplingParams(max_tokens=12, ignore_eos=True)), Request(prompt, beams(4, max_tokens=5, ignore_eos=True))
+    stays, goes = (
+        Request(prompt[:20], SamplingParams(max_tokens=12, ignore_eos=True)),
+        Request(prompt, beams(4, max_tokens=5, ignore_eos=True)),
+    )
     assert abort_after_each_number_of_steps(engine, stays, goes) > 6
     engine.in_flight._depth = 1
 

@@ -1,12 +1,14 @@
 """A quantised KV pool keeps the engine's specification, holds twice the tokens, and stays close to the float pool."""
 
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from engines import Request, make_engine, run
 from test_dense_reference import dense_logprobs
-from tiny_model import CONFIG, random_weights
+from tiny_model import random_weights
 
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
@@ -112,23 +114,25 @@ def kv_scales(engine) -> np.ndarray:
     return np.asarray(scales)
 
 
-def test_scales_are_of_the_largest_numbers_that_a_dense_model_makes_of_the_texts(plain, kv_cache_dtype):
-    largest = np.zeros((CONFIG["num_hidden_layers"], 2, CONFIG["num_key_value_heads"]))
+def test_scales_are_of_the_largest_numbers_that_a_dense_model_makes_of_the_texts(model, plain, kv_cache_dtype):
+    config = json.loads((Path(model) / "config.json").read_text())
+    largest = np.zeros((config["num_hidden_layers"], 2, config["num_key_value_heads"]))
 
     def keep(layer, k, v):
         largest[layer] = np.maximum(largest[layer], [np.abs(x).max(axis=(0, 2)) for x in (k, v)])
         return k, v
 
     for text in TEXTS:
-        dense_logprobs(random_weights(), CONFIG, plain.tokenizer.encode(text), keep)
+        dense_logprobs(random_weights(), config, plain.tokenizer.encode(text), keep)
     assert (kv_scales(plain) == scales_of(largest, plain.runner.layout)).all()
 
 
-def test_log_probs_equal_a_dense_model_that_rounds_its_keys_and_values(plain, expected, kv_cache_dtype):
+def test_log_probs_equal_a_dense_model_that_rounds_its_keys_and_values(model, plain, expected, kv_cache_dtype):
     """float64, and the rule written down a second time: over the scale, rounded to nearest, saturated, times the scale.
 
     So what quantising changes is known to the digit, and is as small as 7 bits, or 3 of mantissa, let it be.
     """
+    config = json.loads((Path(model) / "config.json").read_text())
     scales, limit = kv_scales(plain).astype(np.float64)[..., None], LARGEST[kv_cache_dtype]
 
     def rounded(x, scale):
@@ -145,7 +149,7 @@ def test_log_probs_equal_a_dense_model_that_rounds_its_keys_and_values(plain, ex
     for request, output in zip(requests(), expected):
         ids = request.prompt + output.token_ids
         of_floats, of_rounded = (
-            dense_logprobs(random_weights(), CONFIG, ids, **how)[len(request.prompt) - 1 : -1]
+            dense_logprobs(random_weights(), config, ids, **how)[len(request.prompt) - 1 : -1]
             for how in ({}, {"keep": keep})
         )
         for at, entries in enumerate(output.logprobs):

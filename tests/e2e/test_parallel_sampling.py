@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from engines import Request, abort_after_each_number_of_steps, assert_same, break_steps, make_engine, run
+from engines import SMALL_POOLS, Request, abort_after_each_number_of_steps, assert_same, break_steps, make_engine, run
 
 from jpaged.config import DEFAULT_MODEL
 from jpaged.engine import LLMEngine
@@ -106,26 +106,25 @@ def test_preempted_every_few_steps_equals_not_preempted(model, programs_dir, exp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_name", ["tiny", DEFAULT_MODEL])
-@pytest.mark.parametrize("num_scheduler_steps", [1, 5])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(4, 20), (16, 9), (64, 5)])
-def test_the_equalities_in_every_mix(
-    model, programs_dir, monkeypatch, model_name, num_scheduler_steps, overlap, caching, block_size, num_blocks
-):
-    name = model if model_name == "tiny" else model_name
-    plain = make_engine(name, programs_dir, enable_prefix_caching=False)
-    expected = separately(plain, group_requests(), monkeypatch)
-    plain.close()
-    small = make_engine(
-        name, programs_dir, block_size=block_size, num_blocks_override=num_blocks, max_model_len=60,
-        max_num_batched_tokens=16, num_scheduler_steps=num_scheduler_steps, async_scheduling=overlap,
-        enable_prefix_caching=caching,
-    )  # fmt: skip
+@pytest.mark.parametrize("options", SMALL_POOLS.values(), ids=SMALL_POOLS)
+def test_the_equalities_in_every_small_pool(model, programs_dir, expected, options):
+    check_small_pool(model, programs_dir, expected, options)
+
+
+def check_small_pool(model, programs_dir, expected, options):
+    small = make_engine(model, programs_dir, max_model_len=60, max_num_batched_tokens=16, **options)
     check_equal(small, expected, times=3)
     assert small.scheduler.num_preemptions > 0
     small.close()
+
+
+@pytest.mark.slow
+def test_the_equalities_hold_of_the_real_model(programs_dir, monkeypatch):
+    plain = make_engine(DEFAULT_MODEL, programs_dir, enable_prefix_caching=False)
+    expected = separately(plain, group_requests(), monkeypatch)
+    plain.close()
+    for name in ("4", "16, several decodes", "64"):
+        check_small_pool(DEFAULT_MODEL, programs_dir, expected, SMALL_POOLS[name])
 
 
 def test_several_decodes_in_a_row_change_no_sample(model, programs_dir, engine):

@@ -4,7 +4,7 @@ import logging
 import random
 
 import pytest
-from engines import Request, assert_same, break_steps, make_engine, run
+from engines import Request, assert_same, break_steps, layer_types, make_engine, run
 
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason
@@ -66,7 +66,8 @@ def check_matrix(model, programs_dir, block_size, cache_dtype, overlaps, caching
                     hits = engine.metrics.prefix_cache_hits
                     assert_equal(expected, run(engine, load, check_every_step=True))
                     assert engine.metrics.prefix_cache_hits > hits
-                assert engine.scheduler.num_preemptions >= 5, "the pool was meant to be too small"
+                least = 1 if engine.kv.has_windows else 5
+                assert engine.scheduler.num_preemptions >= least, "the pool was meant to be too small"
                 assert len(swaps) == (engine.scheduler.num_preemptions if mode == "swap" else 0)
                 engine.close()
 
@@ -210,7 +211,8 @@ def test_a_failed_step_drops_what_was_on_its_way_to_host_memory(swapping, monkey
 
 
 def test_host_memory_is_bounded_and_who_does_not_fit_is_recomputed(model, programs_dir):
-    bytes_per_block = 16 * 2 * 2 * 16 * 4 * 2
+    num_places = 2 // len(layer_types(model))  # in a block
+    bytes_per_block = 16 * 2 * 2 * 16 * 4 * num_places
     engine = make_engine(
         model, programs_dir, num_blocks_override=14, max_model_len=128, preemption_mode="swap",
         swap_space=CHUNK * bytes_per_block / GIB,

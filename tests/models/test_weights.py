@@ -195,7 +195,10 @@ MISTRAL = {"architectures": ["MistralForCausalLM"]}
         ({"mlp_bias": True}, ["mlp_bias = True"]),
         ({"sliding_window": 4096}, ["sliding_window = 4096"]),
         ({**MISTRAL, "sliding_window": -3}, ["sliding_window must be a positive int, it is -3"]),
-        ({**MISTRAL, "sliding_window": 8, "layer_types": ["sliding_attention"]}, ["layer_types has 1 entries for 2 layers"]),
+        (
+            {**MISTRAL, "sliding_window": 8, "layer_types": ["sliding_attention"]},
+            ["layer_types has 1 entries for 2 layers"],
+        ),
         ({**MISTRAL, "sliding_window": 8, "layer_types": ["full_attention", "dim"]}, ["layer type 'dim'"]),
         ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, ["need a sliding_window"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),

@@ -48,8 +48,9 @@ class Step:
 def make_step(case: Case, *, placement: int | None = 0, poison: bool = True) -> Step:
     """Draws the case's numbers and scatters its blocks over the pool by `placement`; None: one after the other.
 
-    Where `poison`, every slot that holds no token is NaN (in int8 the largest number), unfilled table entries point at
-    the null block, and what no kernel may read of the metadata is nonsense.
+    Where `poison`, every slot that holds no token is NaN (in int8 the largest number), and so is every block that the
+    window has passed, which is somebody else's by now; unfilled table entries point at the null block, and what no
+    kernel may read of the metadata is nonsense.
     """
     rng = np.random.default_rng(0)
     max_sequences, max_blocks = 12, 24
@@ -64,7 +65,8 @@ def make_step(case: Case, *, placement: int | None = 0, poison: bool = True) -> 
     keys, values = np.full((2, num_blocks, size, case.num_kv_heads, case.head_dim), unused if poison else 0.0)
     tables, lens = np.zeros((max_sequences, max_blocks), np.int32), np.full(max_sequences, 7, np.int32)
     used = 0
-    for s, (count, (_, length)) in enumerate(zip(blocks_of, sequences)):
+    window = dict(case.options).get("sliding_window")
+    for s, (count, (query_len, length)) in enumerate(zip(blocks_of, sequences)):
         ids = order[used : used + count]
         used += count
         tables[s, :count], lens[s] = ids, length
@@ -73,6 +75,9 @@ def make_step(case: Case, *, placement: int | None = 0, poison: bool = True) -> 
             k, v = np.round(25 * k), np.round(25 * v)
         where = ids[np.arange(length) // size], np.arange(length) % size
         keys[where], values[where] = k, v
+        if poison and window is not None:
+            passed = ids[: max(length - query_len - window + 1, 0) // size]
+            keys[passed], values[passed] = unused, unused
     query_lens = [count for count, _ in sequences]
     num_tokens = max(case.padded_to, sum(query_lens))
     q = np.full((num_tokens, case.num_heads, case.head_dim), np.nan if poison else 0.0)

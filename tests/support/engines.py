@@ -13,6 +13,23 @@ from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import CompletionOutput
 from jpaged.sampling_params import SamplingParams
 
+SMALL_POOLS = {  # in which somebody always has to go: every pair of choices is in one of these
+    "4": {"block_size": 4, "num_blocks_override": 20, "async_scheduling": True, "enable_prefix_caching": True},
+    "4, several decodes": {
+        "block_size": 4, "num_blocks_override": 20, "async_scheduling": False, "enable_prefix_caching": False,
+        "num_scheduler_steps": 5,
+    },
+    "16": {"block_size": 16, "num_blocks_override": 9, "async_scheduling": False, "enable_prefix_caching": True},
+    "16, several decodes": {
+        "block_size": 16, "num_blocks_override": 9, "async_scheduling": True, "enable_prefix_caching": False,
+        "num_scheduler_steps": 5,
+    },
+    "64": {"block_size": 64, "num_blocks_override": 5, "async_scheduling": True, "enable_prefix_caching": False},
+    "64, several decodes": {
+        "block_size": 64, "num_blocks_override": 5, "async_scheduling": False, "enable_prefix_caching": True,
+        "num_scheduler_steps": 5,
+    },
+}  # fmt: skip
 AMBIGUOUS = 1e-3  # two best log-probs this close: either token counts (float32 rounding)
 
 
