@@ -10,7 +10,7 @@ import pytest
 PEERS = Path(__file__).resolve().parent.parent.parent / "scripts" / "peers"
 sys.path.insert(0, str(PEERS))
 
-from compare import ONCE, chosen, takes_part
+from compare import NEVER, ONCE, chosen, takes_part
 from process import WorkerProcess
 from table import BARS, COLUMNS, JPAGED, LLAMA_CPP, TRANSFORMERS, TRANSFORMERS_MODES, VLLM, Results
 from worker import MAX_RUNNING
@@ -45,8 +45,8 @@ def test_workloads_are_the_same_lengths_every_time_and_their_prompts_never_are()
 def test_bars_and_exceptions_name_workloads_and_engines_that_exist():
     names = {load.name for load in workloads()}
     assert {(load, peer) for load, peer in BARS} <= {(load, peer) for load in names for peer in COLUMNS}
-    assert {load for load, _ in ONCE} <= names
-    assert {engine for _, engine in ONCE} <= {LLAMA_CPP, *TRANSFORMERS_MODES}
+    assert {load for load, _ in ONCE | NEVER} <= names
+    assert {engine for _, engine in ONCE | NEVER} <= {LLAMA_CPP, *TRANSFORMERS_MODES}
 
 
 def test_ratios_pair_runs_of_the_same_round():
