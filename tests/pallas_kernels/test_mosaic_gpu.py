@@ -5,7 +5,6 @@ kernels can stand for the rest, which are marked `slow` (`pytest -m slow`).
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import types
