@@ -99,6 +99,8 @@ class KVCacheManager:
             self.pool.acquire(block)
         seq.block_table.blocks.extend(hit.entries)
         seq.num_computed_tokens = self.num_tokens_found(seq, hit)
+        if self.has_windows:  # what comes back from host memory may go on from where they have passed all of the hit
+            self._leave_behind(seq, seq.num_computed_tokens)
         return self.allocate_slots(seq, num_new_tokens)
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> list[Block] | None:
@@ -138,9 +140,8 @@ class KVCacheManager:
         num_logical = self.spec.num_logical_for(seq.num_computed_tokens + num_new_tokens)
         if num_have >= num_logical:
             return []
-        return [
-            i >= first for i in range(num_have, num_logical) for first in self.spec.seen_from(seq.num_computed_tokens)
-        ]
+        seen_from = self.spec.seen_from(seq.num_computed_tokens)
+        return [i >= first for i in range(num_have, num_logical) for first in seen_from]
 
     def _owned(self, entries: Iterable[Block]) -> list[Block]:
         """Without the null block, which stands where a window has passed."""

@@ -190,6 +190,9 @@ class PoolWalk(RuleBasedStateMachine):
         added = seq.block_table.blocks[num_kept:]
         assert seq.block_table.blocks[:num_kept] == hit.entries[:num_kept]
         assert [block for block in added if block.block_id] == got
+        num_groups, table = len(self.windows), seq.block_table.blocks
+        seen = self.entries_seen(found, range(len(table) // num_groups))
+        assert {i for i, block in enumerate(table) if block.block_id} == set(seen), "a block that nobody sees is held"
         copy = swap_in(self.manager, seq, hit)
         assert (copy is not None) == (found > num_hit) and seq.swapped is None
         if copy is not None:
@@ -693,3 +696,15 @@ def test_of_two_pinned_prefixes_the_longer_that_fits_is_taken():
     assert short.blocks[0] is long.blocks[0] and short.blocks[1] is not long.blocks[1]
     for tokens, table in (([1, 2, 3, 4, 5, 6, 7], long), ([1, 2, 3, 4, 5, 9, 9], short)):
         assert manager.match_prefix(make_sequence(tokens)).entries == table.blocks
+
+
+def test_a_hit_that_the_windows_of_a_swapped_sequence_have_passed_is_not_held():
+    manager = make_manager(20, windows=(3,), num_host_blocks=CHUNK)
+    seq = swapped_sequence(manager, list(range(13)))
+    manager.prefix_cache.evict(manager.prefix_cache.blocks[seq.block_hashes[2]][0])
+    hit = manager.match_prefix(seq)
+    assert (hit.num_tokens, manager.num_tokens_found(seq, hit)) == (2 * SIZE, 13)
+    manager.admit(seq, hit, 1)
+    assert [block.block_id > 0 for block in seq.block_table.blocks] == [False, False, True, True]
+    swap_in(manager, seq, hit)
+    manager.check_invariants([seq])
