@@ -124,8 +124,8 @@ class BatchBuilder:
             if have[i] - known + num_copied[seq] > counts[i] * self.num_groups:  # there is room for these
                 reload.append(seq)
                 continue
-            for column, block_id in enumerate(seq.block_table.block_ids(known), start=known):
-                updates[num_updates] = rows[i], column, block_id
+            for entry, block_id in enumerate(seq.block_table.block_ids(known), start=known):
+                updates[num_updates] = rows[i], entry, block_id
                 num_updates += 1
         self.num_entries[rows] = have
         return reload

@@ -22,6 +22,11 @@ class CacheSpec:
     max_num_batched_tokens: int = 0
 
     @property
+    def has_windows(self) -> bool:
+        """Without any there is one group."""
+        return any(self.windows)
+
+    @property
     def num_usable_blocks(self) -> int:
         return self.num_blocks - 1
 

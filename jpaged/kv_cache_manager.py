@@ -37,7 +37,7 @@ class KVCacheManager:
     def __init__(self, spec: CacheSpec, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0):
         self.spec = spec
         self.block_size = spec.block_size
-        self.num_groups, self.has_windows = len(spec.windows), any(spec.windows)
+        self.num_groups, self.has_windows = len(spec.windows), spec.has_windows
         self.pool = BlockPool(spec.num_blocks)
         self.prefix_cache = PrefixCache(spec)
         self.enable_prefix_caching = enable_prefix_caching

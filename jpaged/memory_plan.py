@@ -78,8 +78,7 @@ class MemoryPlan:
         lines = [f"memory on {self.device}:"]
         lines += [f"  {name:<20}{size / 2**20:>10,.1f} MiB  {note}".rstrip() for name, size, note in rows]
         num_blocks, length = self.spec.num_usable_blocks - num_pinned_blocks, self.spec.max_model_len
-        tokens = num_blocks * self.spec.block_size
-        if len(self.spec.windows) > 1 or any(self.spec.windows):
+        if self.spec.has_windows:
             size = self.spec.num_blocks_for(length)
             groups = ", ".join(
                 f"{count} of {'all tokens' if window is None else f'the last {window:,} tokens'}"
@@ -88,6 +87,7 @@ class MemoryPlan:
             lines.append(f"  attention groups: {groups}; each has its own blocks")
             fit = f"{num_blocks / size:.1f} requests of the maximum length, {length:,} tokens in {size:,} blocks, fit"
         else:
+            tokens = num_blocks * self.spec.block_size
             fit = f"{tokens:,} tokens fit: {tokens / length:.1f} requests of the maximum length, {length:,} tokens"
         lines.append(f"  {fit}")
         return "\n".join(lines)

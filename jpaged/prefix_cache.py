@@ -101,7 +101,7 @@ class PrefixCache:
             if any(entry[group] is None for group in self._groups_of_all):
                 break
             found.append(entry)
-        if len(self._groups_of_all) == len(self._none):
+        if not self.spec.has_windows:
             return [block for entry in found for block in entry]
         num_found = self._num_seen_whole(found)
         seen_from = self.spec.seen_from(num_found * self.block_size)

@@ -16,7 +16,6 @@ class RequestCheck:
     """The limits of one engine. JAX clamps ids out of range silently, so they must not reach the device."""
 
     vocab_size: int
-    max_model_len: int
     max_position: int
     spec: CacheSpec
     num_usable_blocks: int
@@ -32,7 +31,7 @@ class RequestCheck:
         cls, config: EngineConfig, spec: CacheSpec, tokenizer: Tokenizer, *, vocab_size: int, max_position: int
     ) -> Self:
         return cls(
-            vocab_size, spec.max_model_len, max_position, spec, spec.num_usable_blocks, config.max_logprobs,
+            vocab_size, max_position, spec, spec.num_usable_blocks, config.max_logprobs,
             config.max_num_seqs, config.max_num_edited_seqs,
             None if config.enable_chunked_prefill else config.max_num_seqs, tokenizer, config.scheduling_policy,
         )  # fmt: skip
@@ -52,12 +51,9 @@ class RequestCheck:
             if not 0 <= worst < self.vocab_size:
                 raise ValueError(f"{name} holds token id {worst}; the vocabulary ends at {self.vocab_size - 1}")
         bad_word_tokens(params.bad_words, self.tokenizer)
-        num_prompt, limit = len(prompt_token_ids), self.max_model_len
-        why = (
-            ""
-            if limit == self.max_position
-            else f" (the KV pool holds {self.spec.num_tokens_in(self.num_usable_blocks)})"
-        )
+        num_prompt, limit = len(prompt_token_ids), self.spec.max_model_len
+        is_cut = limit < self.max_position
+        why = f" (the KV pool holds {self.spec.num_tokens_in(self.num_usable_blocks)})" if is_cut else ""
         if num_prompt >= limit:
             raise ValueError(f"the prompt has {num_prompt} tokens; the context is {limit} tokens{why}, output included")
         if params.max_tokens is not None and num_prompt + params.max_tokens > limit:
@@ -93,7 +89,7 @@ class RequestCheck:
             return params.max_tokens
         num_shared = num_prompt // self.spec.block_size
         num_tokens = self.spec.num_tokens_in(self.num_usable_blocks, params.num_samples, num_shared)
-        return min(self.max_model_len, num_tokens + 1) - num_prompt
+        return min(self.spec.max_model_len, num_tokens + 1) - num_prompt
 
     def _check_beams(self, params: SamplingParams) -> None:
         num_stops = len(params.stop_token_ids) + (0 if params.ignore_eos else len(self.tokenizer.eos_token_ids))

@@ -49,6 +49,13 @@ def _named(scales: Float[Array, "2 K"] | None) -> dict[str, Array]:
     return {} if scales is None else {"k_scale": scales[0], "v_scale": scales[1]}
 
 
+def _attend(window: int | None, implementation: str | None, q, pool, meta, scales) -> Float[Array, "T H D"]:
+    return ragged_paged_attention(
+        q, pool, meta,
+        sm_scale=q.shape[-1] ** -0.5, sliding_window=window, implementation=implementation, **_named(scales),
+    )  # fmt: skip
+
+
 def paged_attention(
     q: Float[Array, "T H D"],
     k: Float[Array, "T K D"],
@@ -70,17 +77,11 @@ def paged_attention(
     neither needs communication.
     """
 
-    def attend(window, q, pool, meta, scales):
-        return ragged_paged_attention(
-            q, pool, meta,
-            sm_scale=q.shape[-1] ** -0.5, sliding_window=window, implementation=implementation, **_named(scales),
-        )  # fmt: skip
-
     def local(q, k, v, pool, meta, scales, kind):
         with jax.named_scope("kv_write"):
             pool = kv_write(pool, k, v, meta.slot_mapping, **_named(scales))
         with jax.named_scope("attention"):
-            kinds = [partial(attend, window) for window in windows]
+            kinds = [partial(_attend, window, implementation) for window in windows]
             attended = (
                 kinds[0](q, pool, meta, scales) if kind is None else lax.switch(kind, kinds, q, pool, meta, scales)
             )
@@ -110,13 +111,7 @@ def attention_difference(
     """How far an implementation is from plain XLA, as a share of the largest output; the pool is only read."""
 
     def local(q, pool, meta, scales):
-        outputs = (
-            ragged_paged_attention(
-                q, pool, meta,
-                sm_scale=q.shape[-1] ** -0.5, sliding_window=window, implementation=name, **_named(scales),
-            )
-            for name in (implementation, "xla")
-        )  # fmt: skip
+        outputs = (_attend(window, name, q, pool, meta, scales) for name in (implementation, "xla"))
         got, expected = (x.astype(jnp.float32) for x in outputs)
         worst, largest = jnp.max(jnp.abs(got - expected)), jnp.max(jnp.abs(expected))
         return jax.lax.pmax(worst, MODEL_AXIS) / jnp.maximum(jax.lax.pmax(largest, MODEL_AXIS), 1e-6)

@@ -28,6 +28,7 @@ from .mosaic_gpu_ops import (
     unpack,
     zero_after,
 )
+from .mosaic_gpu_plan import first_seen
 from .mosaic_gpu_producer import Ring, produce
 
 QUERIES = 64  # of a warpgroup: the M side of wgmma
@@ -132,10 +133,11 @@ def _kernel(
 
     def kv_range(tile):
         """KV tiles `[begin, end)` that the item reads, and the position where its KV ends."""
-        position = tiles[POSITION, tile]
-        end = position + tiles[TOKENS, tile]
-        begin = 0 if shape.window is None else lax.div(jnp.maximum(position - shape.window + 1, 0), kv)
-        return begin, pl.cdiv(end, kv), end
+        end = tiles[POSITION, tile] + tiles[TOKENS, tile]
+        return 0 if shape.window is None else lax.div(seen_from(tile), kv), pl.cdiv(end, kv), end
+
+    def seen_from(tile):
+        return None if shape.window is None else first_seen(tiles[POSITION, tile], shape.window)
 
     @pl.when(warpgroup == consumers)
     def _produce():
@@ -143,8 +145,7 @@ def _kernel(
 
         def work_of(tile, first_head):
             begin, last, end = kv_range(tile)
-            seen_from = None if shape.window is None else jnp.maximum(tiles[POSITION, tile] - shape.window + 1, 0)
-            return tiles[SEQUENCE, tile], lax.div(first_head, shape.group), begin, last, seen_from, end
+            return tiles[SEQUENCE, tile], lax.div(first_head, shape.group), begin, last, seen_from(tile), end
 
         produce(shape, pool, table, Ring(keys, values, k_full, v_full, free), for_each_item, work_of)
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from engines import Request, assert_same, make_engine, run
+from engines import Request, assert_same, count_swaps, make_engine, run
 
 from jpaged.sampling_params import SamplingParams
 
@@ -44,14 +44,7 @@ def test_each_request_gives_in_the_batch_what_it_gives_alone(model, programs_dir
         model, programs_dir, num_blocks_override=21, preemption_mode="swap", async_scheduling=overlap,
         speculative_config={"method": "ngram", "num_speculative_tokens": 3}, **sizes,
     )  # fmt: skip
-    swapped, take = [], small.kv.swap_space.take
-
-    def counted(copies):
-        has_room = take(copies)
-        swapped.extend([copies] if has_room else [])
-        return has_room
-
-    small.kv.swap_space.take = counted
+    swaps = count_swaps(small)
     run(small, requests[:1])  # what it leaves in the cache is there for others, and for itself
     together = run(small, requests, check_every_step=True)
     for one in alone:
@@ -60,5 +53,5 @@ def test_each_request_gives_in_the_batch_what_it_gives_alone(model, programs_dir
             assert [output.token_ids for output in got] == [output.token_ids for output in one]
         else:
             assert_same(one, got)
-    assert swapped and small.metrics.prefix_cache_hits > 0 and small.metrics.num_accepted_tokens > 0
+    assert swaps and small.metrics.prefix_cache_hits > 0 and small.metrics.num_accepted_tokens > 0
     small.close()

@@ -80,15 +80,15 @@ def test_a_sequence_never_holds_more_of_a_windowed_group_than_a_step_sees_and_wr
     window, windows = case["config"]["sliding_window"], engine.spec.windows
     prompt = case["outputs"][-1]["prompt_token_ids"] * 2
     engine.add_request("long", prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    most, least = [0] * len(windows), None
+    most, late = [0] * len(windows), None
     while engine.has_work:
         engine.step()
         held = engine.snapshot()["num_blocks_of_groups"]
         most = list(map(max, most, held))
         if engine.scheduler.running and engine.scheduler.running[0].num_tokens == len(prompt) + 50:
-            least = held
+            late = held
             drawn = engine.memory_map()
-    for seen, num_most, num_late in zip(windows, most, least, strict=True):
+    for seen, num_most, num_late in zip(windows, most, late, strict=True):
         if seen is None:
             assert (num_most, num_late) == (200 // SIZE, -(-len(prompt) // SIZE) + 50 // SIZE + 1)
         else:

@@ -1,12 +1,10 @@
 """A quantised KV pool keeps the engine's specification, holds twice the tokens, and stays close to the float pool."""
 
-import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import Request, make_engine, run
+from engines import Request, config_of, make_engine, run
 from test_dense_reference import dense_logprobs
 from tiny_model import random_weights
 
@@ -115,7 +113,7 @@ def kv_scales(engine) -> np.ndarray:
 
 
 def test_scales_are_of_the_largest_numbers_that_a_dense_model_makes_of_the_texts(model, plain, kv_cache_dtype):
-    config = json.loads((Path(model) / "config.json").read_text())
+    config = config_of(model)
     largest = np.zeros((config["num_hidden_layers"], 2, config["num_key_value_heads"]))
 
     def keep(layer, k, v):
@@ -132,7 +130,7 @@ def test_log_probs_equal_a_dense_model_that_rounds_its_keys_and_values(model, pl
 
     So what quantising changes is known to the digit, and is as small as 7 bits, or 3 of mantissa, let it be.
     """
-    config = json.loads((Path(model) / "config.json").read_text())
+    config = config_of(model)
     scales, limit = kv_scales(plain).astype(np.float64)[..., None], LARGEST[kv_cache_dtype]
 
     def rounded(x, scale):

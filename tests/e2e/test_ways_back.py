@@ -4,7 +4,7 @@ import logging
 import random
 
 import pytest
-from engines import Request, assert_same, break_steps, layer_types, make_engine, run
+from engines import Request, assert_same, break_steps, count_swaps, layer_types, make_engine, run
 
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason
@@ -70,19 +70,6 @@ def check_matrix(model, programs_dir, block_size, cache_dtype, overlaps, caching
                 assert engine.scheduler.num_preemptions >= least, "the pool was meant to be too small"
                 assert len(swaps) == (engine.scheduler.num_preemptions if mode == "swap" else 0)
                 engine.close()
-
-
-def count_swaps(engine) -> list[int]:
-    """Blocks of each swap-out from here on."""
-    swaps, take = [], engine.kv.swap_space.take
-
-    def counted(swapped):
-        has_room = take(swapped)
-        swaps.extend([len(swapped.block_ids)] if has_room else [])
-        return has_room
-
-    engine.kv.swap_space.take = counted
-    return swaps
 
 
 def test_recomputed_swapped_and_left_alone_are_the_same(model, programs_dir):

@@ -82,10 +82,27 @@ def make_engine(model: str, programs_dir: str, **config) -> LLMEngine:
     return LLMEngine(replace(config, num_blocks_override=1 + (num_blocks - 1) * num_groups))
 
 
-def layer_types(model: str) -> list[str]:
+def config_of(model: str) -> dict:
+    """A folder's config.json; nothing of a model that goes by a name."""
     path = Path(model) / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    return config.get("layer_types", ["full_attention"])
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def layer_types(model: str) -> list[str]:
+    return config_of(model).get("layer_types", ["full_attention"])
+
+
+def count_swaps(engine: LLMEngine) -> list[int]:
+    """Blocks of each swap-out from here on."""
+    swaps, take = [], engine.kv.swap_space.take
+
+    def counted(swapped):
+        has_room = take(swapped)
+        swaps.extend([len(swapped.block_ids)] if has_room else [])
+        return has_room
+
+    engine.kv.swap_space.take = counted
+    return swaps
 
 
 def make_small_async_engine(model: str, **config) -> AsyncLLM:
