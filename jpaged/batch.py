@@ -1,6 +1,5 @@
 """SchedulerOutput -> the padded numpy arrays of one step. Nothing else pads."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,10 +117,10 @@ class BatchBuilder:
         num_updates, reload = len(plan.copies), []
         for i, copy in enumerate(plan.copies):
             updates[i] = copy.seq.row, copy.index, copy.destination.block_id
-        num_copied = Counter(copy.seq for copy in plan.copies)
+        has_copied = {copy.seq for copy in plan.copies}
         for i in np.flatnonzero(have != self.num_entries[rows]):
             seq, known = seqs[i], self.num_entries[rows[i]]
-            if have[i] - known + num_copied[seq] > counts[i] * self.num_groups:  # there is room for these
+            if have[i] - known > (counts[i] - (seq in has_copied)) * self.num_groups:  # there is room for one a token
                 reload.append(seq)
                 continue
             for entry, block_id in enumerate(seq.block_table.block_ids(known), start=known):

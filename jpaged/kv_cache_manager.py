@@ -110,9 +110,10 @@ class KVCacheManager:
         the blocks returned. The last one to hold a block writes in place.
         """
         blocks, num_copied = seq.block_table.blocks, self._num_copied
-        first = seq.num_computed_tokens // self.block_size * self.num_groups
-        written = range(first, min(first + self.num_groups, len(blocks)))
-        shared = [i for i in written if blocks[i].ref_count - num_copied[blocks[i]] > 1]
+        first, shared = seq.num_computed_tokens // self.block_size * self.num_groups, []
+        if first < len(blocks):
+            written = range(first, first + self.num_groups)
+            shared = [i for i in written if blocks[i].ref_count - num_copied[blocks[i]] > 1]
         missing = self._missing_entries(seq, num_new_tokens)
         num_new = len(shared) + sum(missing)
         if num_new > self.pool.num_free and self.has_windows:
@@ -126,8 +127,11 @@ class KVCacheManager:
             self.copies.append(BlockCopy(seq, i, source=blocks[i], destination=block))
             num_copied[blocks[i]] += 1
             blocks[i] = block
-        added = iter(new[len(shared) :])
-        blocks.extend(next(added) if is_seen else self.pool.null_block for is_seen in missing)
+        added = new[len(shared) :]
+        if len(added) < len(missing):
+            taken = iter(added)
+            added = [next(taken) if is_seen else self.pool.null_block for is_seen in missing]
+        blocks.extend(added)
         return new
 
     def num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
@@ -137,9 +141,9 @@ class KVCacheManager:
     def _missing_entries(self, seq: Sequence, num_new_tokens: int) -> list[bool]:
         """The entries that seq's table lacks for these tokens: whether any of them, or a later one, sees the block."""
         num_have = len(seq.block_table.blocks) // self.num_groups
-        num_logical = self.spec.num_logical_for(seq.num_computed_tokens + num_new_tokens)
-        if num_have >= num_logical:
-            return []
+        num_logical = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
+        if not self.has_windows:
+            return [True] * (num_logical - num_have)
         seen_from = self.spec.seen_from(seq.num_computed_tokens)
         return [i >= first for i in range(num_have, num_logical) for first in seen_from]
 

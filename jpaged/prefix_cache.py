@@ -72,7 +72,6 @@ class PrefixCache:
         self.spec = spec
         self.block_size = spec.block_size
         self.blocks: dict[BlockHash, list[Block | None]] = {}
-        self._groups_of_all = [group for group, window in enumerate(spec.windows) if window is None]
         self._none = [None] * len(spec.windows)
 
     def extend_hashes(
@@ -96,13 +95,11 @@ class PrefixCache:
             entry = self.blocks.get(hashes[i])
             if entry is not None:
                 self._unify(hashes, i, entry)
-            else:
-                entry = self._none
-            if any(entry[group] is None for group in self._groups_of_all):
+            elif None in self.spec.windows:
                 break
-            found.append(entry)
+            found.append(entry or self._none)
         if not self.spec.has_windows:
-            return [block for entry in found for block in entry]
+            return [entry[0] for entry in found]
         num_found = self._num_seen_whole(found)
         seen_from = self.spec.seen_from(num_found * self.block_size)
         return [
@@ -124,16 +121,18 @@ class PrefixCache:
     def insert(self, block: Block, group: int, hashes: list[BlockHash], i: int) -> None:
         """Makes a full block findable: a group's of logical block i. Where another has the same content, that stays the
         cached one."""
-        entry = self.blocks.setdefault(hashes[i], [None] * len(self.spec.windows))
-        self._unify(hashes, i, entry)
+        entry = self.blocks.get(hashes[i])
+        if entry is None:
+            self.blocks[hashes[i]] = entry = self._none.copy()
+        else:
+            self._unify(hashes, i, entry)
         if entry[group] is None:
             entry[group], block.block_hash = block, hashes[i]
 
     @staticmethod
     def _unify(hashes: list[BlockHash], i: int, entry: list[Block | None]) -> None:
         """Takes the cached hash in the place of its equal: comparing what comes after then ends here, and not at the start."""
-        equal = next((block.block_hash for block in entry if block is not None), hashes[i])
-        hashes[i] = equal
+        equal = hashes[i] = (entry[0] or next(filter(None, entry))).block_hash
         if i + 1 < len(hashes):
             hashes[i + 1].parent = equal
 
