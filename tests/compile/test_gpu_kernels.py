@@ -11,7 +11,6 @@ from ptx import bf16, compile_for_h200, i32
 
 from pallas_kernels import AttentionMetadata, PoolLayout, kv_write, pool_struct, ragged_paged_attention
 from pallas_kernels.paged_attention.mosaic_gpu import ragged_paged_attention_mosaic_gpu
-from pallas_kernels.paged_attention.mosaic_gpu_decode import DecodeShape, decode_partials
 from pallas_kernels.paged_attention.tiles_gpu import SMS, default_gpu_tiles
 
 pytestmark = pytest.mark.compile
@@ -147,24 +146,21 @@ def with_sinks(attend, q, pool, meta, sinks):
     return attend(q, pool, meta, sinks=sinks)
 
 
-def test_paging_costs_few_instructions():
-    """The decode kernel against itself with blocks that lie in order and are not looked up."""
+@pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[5]], ids=lambda layer: layer.name)
+def test_paging_costs_few_instructions(layer):
+    """The kernels against themselves with blocks that lie in order and are not looked up."""
+    pool, q, _, _, meta, _ = layer.structs()
+    options = {"sliding_window": None, "soft_cap": None} | dict(layer.options)
 
-    def kernel(is_contiguous):
-        layer = LAYERS[0]
-        tiles, group = layer.tiles, layer.num_heads // layer.num_kv_heads
-        shape = DecodeShape(
-            layer.num_kv_heads, group, 8, tiles.tokens, layer.head_dim, layer.block_size, tiles.tile_kv, tiles.stages,
-            tiles.ctas, None, None, False, is_contiguous,
+    def instructions(contiguous: bool) -> dict[str, int]:
+        attend = functools.partial(
+            ragged_paged_attention_mosaic_gpu, sm_scale=0.1, sinks=None, k_scale=None, v_scale=None, return_lse=False,
+            contiguous=contiguous, **options,
         )  # fmt: skip
-        pool, q, _, _, meta, _ = layer.structs()
-        _, kernels = compile_for_h200(
-            functools.partial(decode_partials, shape, capacity=512, interpret=None),
-            q, pool.arrays[0], meta.block_tables, i32(5, 512), i32(1), jax.ShapeDtypeStruct((8,), jnp.float32),
-        )  # fmt: skip
-        return kernels["paged_decode"].instructions
+        _, kernels = compile_for_h200(attend, q, pool, meta)
+        return {name: kernels[name].instructions for name in ("paged_decode", "paged_prefill")}
 
-    paged = kernel(False)
-    contiguous = kernel(True)
-    print(f"PTX instructions: paged {paged}, contiguous {contiguous}, ratio {paged / contiguous:.3f}")
-    assert paged <= 1.03 * contiguous
+    paged, contiguous = instructions(False), instructions(True)
+    for name, count in paged.items():
+        print(f"PTX instructions of {name}: {count}, contiguous {contiguous[name]}, ratio {count / contiguous[name]:.3f}")
+        assert count <= 1.03 * contiguous[name]
