@@ -14,6 +14,7 @@ from jpaged.block_swapper import BlockSwapper
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
 from jpaged.edit_programs import EditPrograms
+from jpaged.host_memory import keep_freed_memory
 from jpaged.kernel_check import KernelCheck
 from jpaged.kv_scales import with_kv_scales
 from jpaged.memory_plan import MemoryPlan, num_blocks_beside, plan_memory
@@ -109,6 +110,7 @@ class ModelRunner:
         on_compiled=lambda phase: None,
     ):
         self.config = config
+        keep_freed_memory()  # before JAX makes its threads
         self.mesh = make_mesh(config.tensor_parallel_size)
         self.model_config = checkpoint.config
         self.step = StepFunction(config, self.model_config, self.mesh)
