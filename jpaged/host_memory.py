@@ -12,13 +12,13 @@ def keep_freed_memory() -> bool:
 
     XLA:CPU takes a program's temporaries anew for each run and frees them after it. By default glibc gives blocks of
     more than 32 MiB back to the system at once, so each step touches thousands of fresh pages, and the kernel has to
-    zero every one. There is one arena, for others hold 64 MiB at most. It concerns the whole process, and whatever
-    passes 1 GiB (a pool) is given back as ever.
+    zero every one. All threads share the first arena, for others hold 64 MiB at most; threads that have one already keep
+    it, so this comes before JAX makes its own. It concerns the whole process. What passes 1 GiB, a pool, is given back
+    as ever.
     """
-    if sys.platform != "linux":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
         return False
     settings = (_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, _KEPT_BYTES), (_M_TRIM_THRESHOLD, _KEPT_BYTES)
-    return all([mallopt(name, value) == 1 for name, value in settings])
+    were_taken = [mallopt(name, value) == 1 for name, value in settings]
+    return all(were_taken)

@@ -110,7 +110,7 @@ class ModelRunner:
         on_compiled=lambda phase: None,
     ):
         self.config = config
-        keep_freed_memory()  # before JAX makes its threads
+        keep_freed_memory()
         self.mesh = make_mesh(config.tensor_parallel_size)
         self.model_config = checkpoint.config
         self.step = StepFunction(config, self.model_config, self.mesh)

@@ -19,20 +19,20 @@ RopeTables = tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
 """(cos, sin) of every token's angles; the same for all layers."""
 
 
-def matmul(x: Float[Array, "... I"], weight: Float[Array, "O I"], out=jnp.float32) -> Float[Array, "... O"]:
+def matmul(x: Float[Array, "T I"], weight: Float[Array, "O I"], out=jnp.float32) -> Float[Array, "T O"]:
     """x @ weight.T in the weight's dtype, accumulated in float32 and returned as `out`.
 
     The one form that XLA:CPU runs fast in bfloat16 (contract the last axis of both, float32 out); others are 7 to 35
     times slower, and this is as good as any on accelerators. Every matmul with a weight goes through here.
     """
     x = x.astype(weight.dtype)
-    if _is_better_turned(x, weight):
+    if _is_better_turned(len(x), weight):
         return jax.lax.platform_dependent(x, weight, cpu=partial(_turned, out=out), default=partial(_contract, out=out))
-    return _contract(x, weight, out=out)
+    return _contract(x, weight, out)
 
 
-def _contract(a: Float[Array, "... I"], b: Float[Array, "O I"], out) -> Float[Array, "... O"]:
-    return jax.lax.dot_general(a, b, (((a.ndim - 1,), (1,)), ((), ())), preferred_element_type=out)
+def _contract(a: Float[Array, "A I"], b: Float[Array, "B I"], out) -> Float[Array, "A B"]:
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out)
 
 
 def _turned(x: Float[Array, "T I"], weight: Float[Array, "O I"], out) -> Float[Array, "T O"]:
@@ -40,17 +40,17 @@ def _turned(x: Float[Array, "T I"], weight: Float[Array, "O I"], out) -> Float[A
     return jax.lax.optimization_barrier(_contract(weight, x, out)).T
 
 
-def _is_better_turned(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> bool:
+def _is_better_turned(num_rows: int, weight: Float[Array, "O I"]) -> bool:
     """Whether the CPU's library (YNNPACK) had better take the weight as its left operand.
 
     It packs its right operand for every call: x is small, and the weight costs as much as 20 rows of the product. Its
-    tiles of the left one are whole at 16, 32 and 64 rows of bfloat16, where `turned` is up to 2.4 times as fast; between
+    tiles of the left one are whole at 16, 32 and 64 rows of bfloat16, where `_turned` is up to 2.4 times as fast; between
     them it is slower as often as not. In float32 any few rows do. A head's many outputs cost more to turn back than is won.
     """
     num_outputs, num_inputs = weight.shape
-    if x.ndim != 2 or num_outputs > 32 * num_inputs:
+    if num_outputs > 32 * num_inputs:
         return False
-    return x.shape[0] in (16, 32, 64) if weight.dtype == jnp.bfloat16 else x.shape[0] <= 64
+    return num_rows in (16, 32, 64) if weight.dtype == jnp.bfloat16 else num_rows <= 64
 
 
 class Linear(nnx.Module):
