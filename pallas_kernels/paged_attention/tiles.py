@@ -63,7 +63,8 @@ _PREFILL_ROWS = 1024  # rows of one head in a prefill tile: FLOP a byte of KV, 5
 
 def default_tpu_tiles(layout: PoolLayout, group: int, num_q_bytes: int, vmem_bytes: int) -> TpuTiles:
     """Tiles for one shard and for queries of `num_q_bytes` a number, `group` heads to a KV head, that take no more than
-    three quarters of a core's `vmem_bytes`: XLA keeps weights that it fetched early in the rest.
+    three quarters of a core's `vmem_bytes`: XLA keeps weights that it fetched early in the rest, which a log-sum-exp,
+    where one is asked for, takes a part of.
 
     Not measured, for want of a chip: sized by what must be under way to hide a fetch's latency, and by the FLOP a byte
     of KV that keep the matrix unit busy. Raises `NotImplementedError` where nothing fits.

@@ -25,6 +25,7 @@ from pallas_kernels.kv_write import mosaic_tpu as kv_write_module
 pytestmark = pytest.mark.compile
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}
+VMEM = {"v4": 16, "v5e": 128, "v5p": 64, "v6e": 128, "tpu7x": 64}  # MiB of a core
 NUM_TOKENS, NUM_SEQUENCES, MAX_BLOCKS = 256, 256, 512
 POOL_BYTES = 2**30  # nothing is allocated; 5 % of it is more than any step's own temporaries
 
@@ -80,6 +81,13 @@ def _faults(compiled, pool) -> list[str]:
     return faults
 
 
+def _vmem_used(compiled, kernel: str) -> int:
+    """Bytes of VMEM that the compiler gave a kernel."""
+    (call,) = re.findall(rf"%{kernel}\.\S* = .*custom_call.*", compiled.as_text())
+    (size,) = re.findall(r'"used_scoped_memory_configs":\[{"memory_space":"1","offset":"0","size":"(\d+)"}', call)
+    return int(size)
+
+
 def _layer(pool, q, k, v, meta, *, head_dim, **options):
     pool = kv_write(pool, k, v, meta.slot_mapping, implementation="mosaic_tpu")
     return pool, ragged_paged_attention(q, pool, meta, sm_scale=head_dim**-0.5, implementation="mosaic_tpu", **options)
@@ -123,7 +131,12 @@ def test_a_layer_compiles_and_leaves_the_pool_in_place(chip, dim, dtype, block_s
 )
 def test_what_models_ask_for_compiles(chip, heads, kv_heads, dim, dtype, options):
     layout = PoolLayout(kv_heads, dim, 16, dtype, "tpu")
-    assert not _faults(*_compile_layer(chip, layout, num_heads=heads, **options))
+    compiled, pool = _compile_layer(chip, layout, num_heads=heads, **options)
+    assert not _faults(compiled, pool)
+    used = {name: _vmem_used(compiled, name) for name in ("ragged_paged_attention", "kv_write")}
+    print(f"{chip} {heads}/{kv_heads}/{dim} {dtype}: {used} bytes of VMEM")  # `-rP` shows it
+    share = 0.75 if not options.get("return_lse") else 1  # its buffers come on top of what the tiles were chosen for
+    assert 2**20 < used["ragged_paged_attention"] <= share * VMEM[chip] * 2**20 and used["kv_write"] == 0
 
 
 @pytest.mark.parametrize("chip", CHIPS)

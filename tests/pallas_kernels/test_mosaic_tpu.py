@@ -151,25 +151,22 @@ def test_neighbours_placement_poison_and_chunks_change_nothing():
                 np.testing.assert_allclose(alone[0], whole[99], rtol=4e-6, atol=4e-6)
 
 
-class _Counted:
-    """Counts the blocks that attention copies out of the pool, by their place in it."""
+@pytest.fixture
+def copies(monkeypatch):
+    """(source, target) of each copy that the interpreter is asked for, as ranges: what the kernel's DMAs move."""
+    seen = []
+    original = interpreter.DMA
 
-    def __init__(self, monkeypatch):
-        self.blocks = []
-        original = interpreter.DMA
+    def dma(*args, **kwargs):
+        seen.append((to_range(args[5]), to_range(args[10])))
+        return original(*args, **kwargs)
 
-        def dma(*args, **kwargs):
-            source, target = to_range(args[5]), to_range(args[10])
-            if len(source) == 5 and isinstance(source[0], int) and isinstance(target[0], int):  # only pool to buffer
-                self.blocks.append(source[0])
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(interpreter, "DMA", dma)
+    monkeypatch.setattr(interpreter, "DMA", dma)
+    return seen
 
 
-def test_copies_each_block_that_is_seen_once(monkeypatch):
+def test_copies_each_block_that_is_seen_once(copies):
     """Bytes moved over bytes needed, the last block rounded up, are 1: no block twice, none that no query sees."""
-    counted = _Counted(monkeypatch)
     window = 50
     step = make_step(
         Case("few", decode=(1, 16, 17, 300), verify=((4, 90),), prefill=((100, 200), (5, 5)), form="tpu",
@@ -183,7 +180,8 @@ def test_copies_each_block_that_is_seen_once(monkeypatch):
     for s in range(int(step.meta.distribution[2])):
         first = max(0, lens[s] - (starts[s + 1] - starts[s]) - window + 1) // 16
         needed += tables[s, first : -(-lens[s] // 16)].tolist()
-    assert sorted(counted.blocks) == sorted(needed)
+    from_pool = [s[0] for s, t in copies if len(s) == 5 and isinstance(s[0], int) and isinstance(t[0], int)]  # to a buffer
+    assert sorted(from_pool) == sorted(needed)
 
 
 def _fails(step, mode) -> bool:
@@ -230,6 +228,20 @@ def test_kv_write_puts_tokens_where_the_reference_does(dtype, mode):
     want = logical_kv(kv_write(pool, k, v, slots, k_scale=scales[0], v_scale=scales[1], implementation="reference"))
     for numbers, expected in zip(got, want):
         np.testing.assert_array_equal(numbers[1:], expected[1:])
+
+
+def test_kv_write_moves_each_token_once_and_of_the_padding_one(copies):
+    """Slots are moved, never whole blocks: one token of a decode step, runs of a chunk of prefill."""
+    layout = PoolLayout(3, 64, 16, "bfloat16", "tpu")
+    pool = pool_from_logical(*np.zeros((2, 9, 16, 3, 64)), layout)
+    slots = [20, *range(43, 60), 22, 100, 70, *range(128, 136), 0, 0, 0]
+    k = jnp.ones((len(slots), 3, 64))
+    jax.jit(functools.partial(kv_write_mosaic_tpu, interpret=_interpret("eager")))(
+        pool, k, k, jnp.asarray(slots), None, None
+    )
+    moved = [block * 16 + slot for _, (block, at, *_) in copies for slot in range(at.start, at.stop)]
+    assert sorted(moved) == sorted(set(slots))
+    assert len(copies) < len(moved)  # of a chunk, several tokens at once
 
 
 @pytest.mark.parametrize("mode", [slow("on_wait"), "eager"])
