@@ -70,9 +70,10 @@ class Buffers(NamedTuple):
     out: object  # [2, tile_q, H / pq, pq, lanes]
     lse: object  # float32 [2, tile_q, H, 1, 128]; or None
     rows: object  # [H * tile_q, lanes]: the queries in the order of rows
-    top: object  # float32 [H * tile_q, 128]
-    total: object  # float32 [H * tile_q, 128]
-    weighted: object  # float32 [H * tile_q, lanes]
+    top: object  # float32 [H * tile_q, 128]; one strip more where `stages` are
+    total: object  # float32, as top
+    weighted: object  # float32 [..., lanes], as top
+    stages: object  # of strips under way; None where heads are stacked
 
 
 class Tile(NamedTuple):

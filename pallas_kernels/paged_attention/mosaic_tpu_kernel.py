@@ -24,7 +24,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ..tpu_dma import ceil_div, start_copies, wait_copies
 from .mosaic_tpu_data import TABLE_ROWS, Buffers, Loop, Refs, Tile
 from .mosaic_tpu_rows import load_group, load_token, store_group, store_token, zero_tokens
-from .mosaic_tpu_softmax import LOG2_E, State, add_by_head, add_stacked
+from .mosaic_tpu_softmax import LOG2_E, State, add_stacked
+from .mosaic_tpu_strips import Stages, Strips
 
 
 def attention_kernel(refs: Refs, loops: tuple[Loop, Loop, Loop]):
@@ -37,7 +38,9 @@ def attention_kernel(refs: Refs, loops: tuple[Loop, Loop, Loop]):
 
 
 def _run(refs: Refs, loop: Loop, begin, end):
-    rows, lanes = loop.num_heads * loop.tile_q, refs.q.shape[-1]
+    rows, lanes, dtype = loop.num_heads * loop.tile_q, refs.q.shape[-1], loop.scoring.dtype
+    strip_rows = 0 if loop.is_stacked else loop.scoring.group * loop.strip
+    stages = None if loop.is_stacked else Stages.shapes(pltpu.VMEM, strip_rows, loop.tile_kv, lanes, dtype)
 
     def vmem(*shape, dtype=jnp.float32):
         return pltpu.VMEM(shape, dtype)
@@ -46,13 +49,18 @@ def _run(refs: Refs, loop: Loop, begin, end):
         q=vmem(2, loop.tile_q, *refs.q.shape[1:], dtype=refs.q.dtype),
         out=vmem(2, loop.tile_q, *refs.q.shape[1:], dtype=refs.out.dtype),
         lse=None if refs.lse is None else vmem(2, loop.tile_q, *refs.lse.shape[1:]),
-        rows=vmem(rows, lanes, dtype=jnp.float32 if loop.is_stacked else loop.scoring.dtype),  # few rows fill no tile
-        top=vmem(rows, 128),
-        total=vmem(rows, 128),
-        weighted=vmem(rows, lanes),
+        rows=vmem(rows, lanes, dtype=jnp.float32 if loop.is_stacked else dtype),  # few rows fill no tile
+        top=vmem(rows + strip_rows, 128),
+        total=vmem(rows + strip_rows, 128),
+        weighted=vmem(rows + strip_rows, lanes),
+        stages=stages,
     )
     shapes = {name: shape for name, shape in shapes._asdict().items() if shape is not None}
-    pl.run_scoped(lambda **found: _Pipeline(refs, loop, Buffers(**{"lse": None, **found}), begin, end).run(), **shapes)
+
+    def run(**found):
+        _Pipeline(refs, loop, Buffers(**dict.fromkeys(Buffers._fields) | found), begin, end).run()
+
+    pl.run_scoped(run, **shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +178,8 @@ class _Pipeline:
         self._wait_q(tile, slot)
         self._arrange_q(tile, slot)
 
-        def fetch(f, count):
+        def fetch(f, carry):
+            count, under_way = carry
             buffer = jax.lax.rem(count, self.refs.kv.shape[0])
             first, last = self._blocks(s, tile, f)
 
@@ -181,11 +190,15 @@ class _Pipeline:
 
             held_from = first * self.block_size
             held_to = jnp.minimum(last * self.block_size, self.refs.seq_lens[s])
-            self._consume(tile, slot, buffer, f, held_from, held_to)
-            return jnp.where(is_resident & jnp.logical_not(tile.is_last), count, count + 1)
+            under_way = self._consume(tile, buffer, f, held_from, held_to, under_way)
+            return jnp.where(is_resident & jnp.logical_not(tile.is_last), count, count + 1), under_way
 
-        first_fetch = jax.lax.div(tile.begin, self.fetch)
-        num_fetches = jax.lax.fori_loop(first_fetch, ceil_div(tile.end, self.fetch), fetch, num_fetches)
+        fetches = jax.lax.div(tile.begin, self.fetch), ceil_div(tile.end, self.fetch)
+        if self.loop.is_stacked:
+            num_fetches, _ = jax.lax.fori_loop(*fetches, fetch, (num_fetches, ()))
+        else:
+            num_fetches, under_way = jax.lax.fori_loop(*fetches, fetch, (num_fetches, self.strips.nothing))
+            self.strips.finish(under_way)
         self._finish(tile, slot)
         return num_tiles + 1, num_fetches
 
@@ -237,8 +250,13 @@ class _Pipeline:
     def state(self) -> State:
         return State(self.buffers.top, self.buffers.total, self.buffers.weighted)
 
-    def _consume(self, tile: Tile, slot, buffer, f, held_from, held_to):
-        """Adds the part `[held_from, held_to)` of what was fetched to the tile's rows."""
+    @property
+    def strips(self) -> Strips:
+        loop, buffers = self.loop, self.buffers
+        return Strips(self.state, buffers.rows, buffers.stages, loop.scoring, loop.strip, loop.num_strips)
+
+    def _consume(self, tile: Tile, buffer, f, held_from, held_to, under_way):
+        """Adds the part `[held_from, held_to)` of what was fetched to the tile's rows, or to its strips under way."""
         loop, size, start = self.loop, self.loop.tile_kv, f * self.fetch
         begin = jax.lax.div(jnp.maximum(tile.begin - start, 0), size)
         end = ceil_div(jnp.minimum(tile.end - start, self.fetch), size)
@@ -252,18 +270,21 @@ class _Pipeline:
         clear(begin * size, held_from - start)
         clear(held_to - start, end * size)
 
-        def run(index, _):
+        def run(index, under_way):
             part = kv.at[pl.ds(pl.multiple_of(index * size, size), size)]
-            common = self.state, self.buffers.rows, part, lambda head: self.refs.scales[0, head]
             first_kv = start + index * size
-            if loop.is_stacked:
-                add_stacked(*common, loop.tile_q, tile.position, first_kv, loop.scoring)
-            else:
-                num_strips, end_strip = loop.num_strips, ceil_div(tile.count, loop.strip)
-                add_by_head(*common, loop.strip, num_strips, tile.position, end_strip, first_kv, loop.scoring)
-            return 0
 
-        jax.lax.fori_loop(begin, end, run, 0)
+            def k_scales(head):
+                return self.refs.scales[0, head]
+
+            if loop.is_stacked:
+                rows = self.buffers.rows
+                add_stacked(self.state, rows, part, k_scales, loop.tile_q, tile.position, first_kv, loop.scoring)
+                return under_way
+            end_strip = ceil_div(tile.count, loop.strip)
+            return self.strips.add(part, k_scales, tile.position, end_strip, first_kv, under_way)
+
+        return jax.lax.fori_loop(begin, end, run, under_way)
 
     def _finish(self, tile: Tile, slot):
         """Writes the tile's results into their buffer and starts them on their way."""

@@ -17,9 +17,8 @@ from ..layout import LANES, PoolLayout
 from .mosaic_tpu_rows import load_head
 
 LOG2_E = math.log2(math.e)
-_ABSENT = -3e38  # the score of what is not seen: 2 ** (_ABSENT - top) is 0 for every top there is
+ABSENT = -3e38  # the score of what is not seen: 2 ** (ABSENT - top) is 0 for every top there is
 _NOTHING = -1e38  # the top of a row that has seen nothing
-_PART = 128  # rows whose scores are in registers at a time; 256 took 470 cycles where 128 take 330 (v6e's schedule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,22 +81,15 @@ class State:
         is_counted = (lane == 0) & (sink is not None)
         self.total[at] = jnp.where(is_counted, jnp.float32(1), jnp.float32(0))
 
-    def add(self, parts, scores, weigh):
-        """Adds `scores[i]` `[rows, C]` to rows `parts[i]`; `weigh(weights)` gives the weighted sum of their values.
-
-        Parts do not wait for each other: step by step over all of them, one's products hide another's exponentials. All
-        state is read before any is written, or the compiler would have to keep that order.
-        """
-        width = scores[0].shape[1]
-        old = [(self.top[at], self.total[at], self.weighted[at]) for at in parts]
-        tops = [jnp.maximum(o, jnp.max(s, axis=1, keepdims=True)) for (o, _, _), s in zip(old, scores)]
-        weights = [jnp.exp2(s - _repeat(top, width)) for s, top in zip(scores, tops)]
-        sums = [weigh(w) for w in weights]
-        for at, (top_before, total, weighted), top, w, more in zip(parts, old, tops, weights, sums):
-            keep = jnp.exp2(top_before - top)
-            self.top[at] = top
-            self.total[at] = total * keep + sum(jnp.split(w, width // LANES, axis=1))
-            self.weighted[at] = weighted * _repeat(keep, weighted.shape[1]) + more
+    def become_weights(self, at, scores, top_before, total):
+        """Adds `scores` `[rows, C]` to the top and total of rows `at`, which were these. Returns the weights `[rows, C]`
+        and what is left of older ones, `[rows, 128]`."""
+        width = scores.shape[1]
+        top = jnp.maximum(top_before, jnp.max(scores, axis=1, keepdims=True))
+        weights, keep = jnp.exp2(scores - repeat(top, width)), jnp.exp2(top_before - top)
+        self.top[at] = top
+        self.total[at] = total * keep + sum(jnp.split(weights, width // LANES, axis=1))
+        return weights, keep
 
     def result(self, at):
         """(weighted mean `[rows, lanes]`, log-sum-exp in powers of two `[rows, 128]`)."""
@@ -105,7 +97,8 @@ class State:
         return self.weighted[at] / total, self.top[at] + jnp.log2(total)
 
 
-def _repeat(x, width: int):
+def repeat(x, width: int):
+    """`[rows, 128]`, the same in all lanes, as `[rows, width]`."""
     return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)
 
 
@@ -125,52 +118,14 @@ def add_stacked(state: State, queries, kv, k_scales, num_queries, first_position
         return x[head * rows : (head + 1) * rows]
 
     scores = [
-        jnp.where(seen, scoring.scores(of(q, h), keys, k_scales(h)), _ABSENT) for h, (keys, _) in enumerate(heads)
+        jnp.where(seen, scoring.scores(of(q, h), keys, k_scales(h)), ABSENT) for h, (keys, _) in enumerate(heads)
     ]
 
-    def weigh(weights):
-        return _stack([scoring.weigh(of(weights, h), values) for h, (_, values) in enumerate(heads)])
-
-    state.add([slice(None)], [_stack(scores)], weigh)
+    top, total, weighted = state.top[...], state.total[...], state.weighted[...]
+    weights, keep = state.become_weights(slice(None), _stack(scores), top, total)
+    more = _stack([scoring.weigh(of(weights, h), values) for h, (_, values) in enumerate(heads)])
+    state.weighted[...] = weighted * repeat(keep, weighted.shape[1]) + more
 
 
 def _stack(parts):
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
-
-
-def add_by_head(state: State, queries, kv, k_scales, strip, num_strips, first_position, end_strip, first_kv, scoring):
-    """Head by head and strip by strip of queries, for many of them; strips that see none of the KV are left out.
-
-    queries: VMEM [K * num_strips * group * strip, lanes]; kv: VMEM [C, R/pk, pk, lanes]. Of a head's `num_strips` strips
-    of `strip` queries the first `end_strip` are there.
-    """
-    rows, size = scoring.group * strip, kv.shape[0]
-    first_strip = jax.lax.div(jnp.maximum(first_kv - first_position, 0), strip)
-    heads = max(n for n in range(1, scoring.group + 1) if scoring.group % n == 0 and (n == 1 or n * strip <= _PART))
-    part = min(_PART, heads * strip)
-
-    def head(h, _):
-        keys, values = load_head(kv, h, scoring.layout, scoring.dtype, scoring.interpret)
-
-        def one_strip(index, _):
-            first = first_position + index * strip
-            start = (h * num_strips + index) * rows
-            parts = [pl.ds(pl.multiple_of(start + at, part), part) for at in range(0, rows, part)]
-
-            def add(is_masked):
-                scores = [scoring.scores(queries[at], keys, k_scales(h)) for at in parts]
-                if is_masked:
-                    seen = scoring.seen(strip, size, first, first_kv)
-                    scores = [jnp.where(seen[i * part : (i + 1) * part], s, _ABSENT) for i, s in enumerate(scores)]
-                state.add(parts, scores, lambda weights: scoring.weigh(weights, values))
-
-            sees_all = first_kv + size - 1 <= first
-            if scoring.sliding_window is not None:
-                sees_all &= first_kv > first + (strip - 1) - scoring.sliding_window
-            pl.when(sees_all)(lambda: add(False))
-            pl.when(jnp.logical_not(sees_all))(lambda: add(True))
-            return 0
-
-        return jax.lax.fori_loop(first_strip, end_strip, one_strip, 0)
-
-    jax.lax.fori_loop(0, scoring.layout.num_kv_heads, head, 0)

@@ -57,8 +57,9 @@ class TpuTiles:
 
 
 _MIB = 2**20
-_KV_BYTES = 6 * _MIB  # of all KV buffers: what a chip has under way at 3 TB/s and 2 us
+_KV_BYTES = 6 * _MIB  # of all KV buffers: what a chip has under way at 3 TB/s and 2 us; a third of what there is, if less
 _PREFILL_ROWS = 1024  # rows of one head in a prefill tile: FLOP a byte of KV, 574 to keep up with a v6e
+_STRIP_ROWS = 512  # of one head, multiplied at a time: a v6e's schedule has 459 cycles for 512 rows, 327 for 256
 
 
 def default_tpu_tiles(layout: PoolLayout, group: int, num_q_bytes: int, vmem_bytes: int) -> TpuTiles:
@@ -70,20 +71,23 @@ def default_tpu_tiles(layout: PoolLayout, group: int, num_q_bytes: int, vmem_byt
     of KV that keep the matrix unit busy. Raises `NotImplementedError` where nothing fits.
     """
     budget = min(vmem_bytes * 3 // 4, 48 * _MIB)
-    bytes_per_token = layout.bytes_per_token
+    bytes_per_token, kv_bytes = layout.bytes_per_token, min(_KV_BYTES, budget // 3)
     for tile_kv in (256, 128):
         unit = math.lcm(tile_kv, layout.block_size)
         fetch = unit * max(1, 512 // unit)
-        while fetch > unit and 2 * fetch * bytes_per_token > _KV_BYTES:
+        while fetch > unit and 2 * fetch * bytes_per_token > kv_bytes:
             fetch -= unit
-        if 2 * fetch * bytes_per_token <= max(_KV_BYTES, budget // 2):
+        if 2 * fetch * bytes_per_token <= max(kv_bytes, budget // 2):
             break
     # Short sequences fill no buffer: more of them, so that as much is under way.
-    buffers = max(2, min(8, _KV_BYTES // (fetch * bytes_per_token)))
+    buffers = max(2, min(8, kv_bytes // (fetch * bytes_per_token)))
     left = budget - buffers * fetch * bytes_per_token
     for prefill_q in (256, 128, 64, 32, 16):
-        rows = layout.num_kv_heads * prefill_q * group
-        used = rows * (2 * LANES * 4 + layout.lanes * 4 + 5 * layout.lanes * num_q_bytes)
+        rows, strip = layout.num_kv_heads * prefill_q * group, min(prefill_q, _largest_strip(group))
+        state = 2 * LANES * 4 + layout.lanes * 4
+        used = rows * (state + 5 * layout.lanes * num_q_bytes)
+        used += group * strip * (state + tile_kv * (4 + num_q_bytes) + LANES * 4)  # of those under way
+        used += 4 * tile_kv * layout.lanes * num_q_bytes
         if prefill_q * group <= max(_PREFILL_ROWS, 16 * group) and used <= left:
             break
     else:
@@ -91,8 +95,12 @@ def default_tpu_tiles(layout: PoolLayout, group: int, num_q_bytes: int, vmem_byt
             f"VMEM: {budget} bytes do not hold {buffers} KV buffers of {fetch} tokens of {bytes_per_token} bytes and "
             f"the state of {layout.num_kv_heads} x {16 * group} rows"
         )
-    strip = min(prefill_q, max(16, 1 << (256 // group).bit_length() - 1))
     return TpuTiles(
         fetch=fetch, buffers=buffers, decode_kv=tile_kv, prefill_kv=tile_kv, verify_q=8, prefill_q=prefill_q,
         strip=strip, vmem_bytes=max(16 * _MIB, budget),
     )  # fmt: skip
+
+
+def _largest_strip(group: int) -> int:
+    """The power of two of queries, at least 16, whose rows of one KV head are not over `_STRIP_ROWS`."""
+    return max(16, 1 << (_STRIP_ROWS // group).bit_length() - 1)
