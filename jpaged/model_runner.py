@@ -72,6 +72,19 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
     return Mesh(np.array(devices[:tensor_parallel_size]).reshape(1, -1), ("data", MODEL_AXIS))
 
 
+def check_attention_backend(step: StepFunction) -> None:
+    """Raises ValueError where the attention backend that is asked for cannot serve the model on this mesh.
+
+    No other may take its place, so that is told now and not to every request.
+    """
+    if step.config.attention_backend is not None:
+        smallest = 2, min(2, step.config.max_num_seqs)
+        try:
+            jax.eval_shape(step.jitted(smallest), *step.arguments(smallest, 2, 1))
+        except NotImplementedError as error:
+            raise ValueError(f"attention_backend {step.config.attention_backend!r} cannot serve here: {error}")
+
+
 def plan_step_memory(step: StepFunction, buckets: Buckets, device: jax.Device | None = None) -> MemoryPlan:
     """Sizes the pool; compiles the largest bucket where that decides it. device: another than the mesh's first."""
     config, device = step.config, device or step.mesh.devices.flat[0]
@@ -114,6 +127,7 @@ class ModelRunner:
         self.mesh = make_mesh(config.tensor_parallel_size)
         self.model_config = checkpoint.config
         self.step = StepFunction(config, self.model_config, self.mesh)
+        check_attention_backend(self.step)
         self.layout = self.step.layout
         weights = load_state(checkpoint, self.step.abstract_state)
         self.buckets = Buckets(
