@@ -6,10 +6,12 @@
 Every engine is a process of its own, with the settings that its worker_*.py states, and is stopped while another one is
 measured. In each round of a workload every engine takes its turn, with fresh prompts; a ratio is of two runs of the
 same round. Machines are noisy: trust ratios, and look at their spread. What takes minutes runs in the first round only.
+Peers get from glibc what jpaged asks of it itself (jpaged/host_memory.py): freed memory stays with the process.
 """
 
 import argparse
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +32,7 @@ ONCE = {  # minutes each
     ("64x(256+128)", "llama.cpp"),
     ("64x(256+128)", "transformers generate"),
 }
+KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1"} | {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
 NEVER = {("64x(256+128)", "transformers generate_batch")}  # 8 minutes, at a sixth of the other mode's rate
 
 
@@ -43,20 +46,24 @@ def commands(folder: Path, model: str) -> dict[str, tuple[list[str], dict[str, s
         *((TRANSFORMERS, mode, [exported, mode.split()[-1]]) for mode in TRANSFORMERS_MODES),
     ):
         if peer.is_installed(folder):
-            found[name] = ([str(peer.python(folder)), str(HERE / peer.worker), *arguments], peer.env(folder))
+            environment = peer.env(folder) | KEEP_FREED_MEMORY
+            found[name] = ([str(peer.python(folder)), str(HERE / peer.worker), *arguments], environment)
     return found
 
 
 class Comparison:
     """The engines that started, and what has been measured of them. missing: why the others are not there."""
 
-    def __init__(self, wanted: dict[str, tuple[list[str], dict[str, str]]], folder: Path, vocab_size: int, seed: int):
+    def __init__(self, vocab_size: int, seed: int):
         self.results = Results()
         self.settings: dict[str, str] = {}
         self.missing = {name: "not installed" for name in (VLLM.name, LLAMA_CPP.name, *TRANSFORMERS_MODES)}
         self._rng = random.Random(seed)
         self._vocab_size = vocab_size
         self._workers: dict[str, WorkerProcess] = {}
+
+    def start(self, wanted: dict[str, tuple[list[str], dict[str, str]]], folder: Path) -> None:
+        """Starts each of the wanted (command, environment); their logs go to folder."""
         for name, (command, env) in tqdm(wanted.items(), desc="starting", unit="engine"):
             worker = WorkerProcess(command, env, folder / f"{name.replace(' ', '-')}-worker.log")
             self._workers[name] = worker
@@ -113,15 +120,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     add_json_option(parser)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # workers sleep: nobody else would end them
     try:
         loads = chosen(args.workloads, {load.name: load for load in workloads()})
         engines = chosen(args.engines, commands(args.folder, args.model), always=JPAGED)
         vocab_size = open_checkpoint(resolve_model(args.model)).config.vocab_size
         note = load_note()
-        comparison = Comparison(engines, args.folder, vocab_size, args.seed)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    comparison = Comparison(vocab_size, args.seed)
     try:
+        comparison.start(engines, args.folder)
         turns = sum(
             takes_part(name, load, number)
             for name in engines
