@@ -4,8 +4,10 @@ from jpaged.config import EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.prefix_cache import NO_HIT
 from jpaged.scheduler_output import SchedulerOutput
+from jpaged.sequence import Sequence
 from jpaged.sequence_queues import SequenceQueues
-from jpaged.swapping import swap_in
+from jpaged.swap_space import SwappedGroup
+from jpaged.swapping import swap_in, swap_in_group
 
 
 class Admission:
@@ -24,6 +26,12 @@ class Admission:
             if queues.forks.keep_busy_after(plan.num_scheduled_tokens):
                 return
             seq = queues.waiting[0]
+            if isinstance(seq.swapped, SwappedGroup):
+                num_back = self._bring_back(seq, budget, plan)
+                if not num_back:
+                    return
+                budget -= num_back
+                continue
             forks = [] if seq.group is None else seq.group.plan_forks(self.kv.block_size)
             num_rows = self.max_num_seqs - len(queues.forks) - len(forks)
             if plan.num_rows >= num_rows or not queues.have_places_for(seq, forks):
@@ -52,3 +60,21 @@ class Admission:
             plan.num_prefix_hits += hit.num_tokens
             plan.add_prompt_logprobs(seq, num_tokens)
             budget -= num_tokens
+
+    def _bring_back(self, holder: Sequence, budget: int, plan: SchedulerOutput) -> int:
+        """Plans the next token of each sequence of a group that was swapped out; returns their number, 0 where there is no
+        room for all."""
+        queues = self.queues
+        group = [table.seq for table in holder.swapped.unfinished]
+        has_rows = plan.num_rows + len(group) <= self.max_num_seqs - len(queues.forks)
+        if len(group) > budget or not has_rows or not queues.rows.have_places_for(group + queues.forks.children):
+            return 0
+        if (swapped := swap_in_group(self.kv, holder, reserve=len(queues.running))) is None:
+            return 0
+        plan.swapped_in.append(swapped)
+        for seq in group:
+            queues.waiting.remove(seq)
+            queues.start(seq)
+            plan.admitted.append(seq)
+            plan.num_scheduled_tokens[seq] = 1
+        return len(group)

@@ -207,14 +207,20 @@ class KVCacheManager:
 
     def free(self, seq: Sequence) -> None:
         """Gives all blocks back, the tail first: a prefix is worth more than its continuation."""
+        self.take_back_copies(seq)
         self.pool.release(self._owned(reversed(seq.block_table.blocks)))
         seq.block_table.blocks.clear()
         seq.num_computed_tokens = 0
-        dropped = [copy.source for copy in self.copies if copy.seq is seq]
-        if dropped:
+
+    def take_back_copies(self, seq: Sequence) -> None:
+        """Gives seq the blocks again that it had before the copies that are still to be made for it."""
+        for copy in self.copies:
+            if copy.seq is seq:
+                seq.block_table.blocks[copy.index] = copy.source
+                self._num_copied[copy.source] -= 1
+                self.pool.release([copy.destination])
+        if self.copies:
             self.copies = [copy for copy in self.copies if copy.seq is not seq]
-            self._num_copied.subtract(dropped)
-            self.pool.release(dropped)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached content that is not pinned; False, and nothing forgotten, while sequences hold blocks, or

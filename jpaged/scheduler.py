@@ -14,7 +14,7 @@ from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import FinishReason, Sequence, SequenceStatus
 from jpaged.sequence_queues import SequenceQueues
 from jpaged.speculation import Speculation
-from jpaged.swapping import discard_swapped, swap_out
+from jpaged.swapping import discard_swapped, swap_out, swap_out_group
 
 
 class Scheduler:
@@ -221,19 +221,25 @@ class Scheduler:
         return True
 
     def _give_way(self, victim: Sequence, plan: SchedulerOutput) -> list[Sequence]:
-        """Preempts, in the cheaper way back, and says so; returns all that went.
-
-        A group, which would have to bring its sharing back from host memory, is always recomputed.
-        """
-        size = self.kv.spec.num_blocks_for(victim.num_computed_tokens), victim.num_computed_tokens
-        is_swapped = victim.group is None and self.preemption.prefers_swap(*size) and swap_out(self.kv, victim)
-        if is_swapped:
-            plan.swapped_out.append(victim.swapped)
+        """Preempts, in the cheaper way back, and says so; returns all that went. A group that has forks to come, or tokens
+        of a prompt to compute, is always recomputed."""
+        kv, group, swapped = self.kv, victim.group, None
+        if group is None:
+            size, can_swap = (kv.spec.num_blocks_for(victim.num_computed_tokens), victim.num_computed_tokens), True
+        else:
+            members = group.unfinished
+            num_blocks = len({block for seq in members for block in seq.block_table.blocks})
+            size = num_blocks, group.num_tokens_to_recompute(kv.block_size)
+            can_swap = all(seq.num_computed_tokens == seq.num_tokens - 1 for seq in members)
+        if can_swap and self.preemption.prefers_swap(*size):
+            swapped = swap_out(kv, victim) if group is None else swap_out_group(kv, members)
+        if swapped is not None:
+            plan.swapped_out.append(swapped)
         gone = self.queues.preempt(victim)
         for seq in gone:
             plan.drop(seq)
         plan.num_preempted += 1
         self.num_preemptions += 1
-        way = self.preemption.explain(is_swapped, *size) if victim.group is None else "will be recomputed"
-        warn_of_preemption(victim, way, self.kv.spec, self.num_preemptions)
+        way = self.preemption.explain(swapped is not None, *size) if can_swap else "will be recomputed"
+        warn_of_preemption(victim, way, kv.spec, self.num_preemptions)
         return gone

@@ -33,6 +33,11 @@ class SequenceGroup:
     def unfinished(self) -> list[Sequence]:
         return [seq for seq in self.sequences if not seq.is_finished]
 
+    def num_tokens_to_recompute(self, block_size: int) -> int:
+        """What a group that holds no blocks has to compute, what is shared once."""
+        forks = self.plan_forks(block_size)
+        return self.unfinished[0].num_tokens + sum(fork.child.num_tokens - fork.num_tokens for fork in forks)
+
     def plan_forks(self, block_size: int) -> list[Fork]:
         """How a group that holds no blocks comes to share all that it can: its first unfinished sequence is computed
         whole, and each other one forks from that before it with which it has most tokens in common.

@@ -1,7 +1,7 @@
 """SwapSpace: how much host memory preempted sequences may take, and what each of them has in it."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 CHUNK = 8  # blocks that are copied at once; host memory is counted in whole chunks
 
@@ -22,6 +22,26 @@ class SwappedOut:
     @property
     def num_host_blocks(self) -> int:
         return -(-len(self.block_ids) // CHUNK) * CHUNK
+
+
+class SwappedTable(NamedTuple):
+    """A block table whose blocks are in host memory: places holds indices of the `SwappedOut`'s blocks, None for the null
+    block."""
+
+    seq: Any  # a Sequence, which holds what this module defines
+    num_computed_tokens: int
+    places: list[int | None]
+
+
+@dataclass(slots=True)
+class SwappedGroup(SwappedOut):
+    """The same of several sequences that share blocks, of which one holds it: each block is there once."""
+
+    tables: list[SwappedTable] = field(default_factory=list)
+
+    @property
+    def unfinished(self) -> list[SwappedTable]:
+        return [table for table in self.tables if not table.seq.is_finished]
 
 
 class SwapSpace:

@@ -10,10 +10,13 @@ import pytest
 from test_scheduler import VOCAB_SIZE, Walk, make, request
 
 from jpaged.cache_spec import CacheSpec
+from jpaged.preemption import Preemption
 from jpaged.scheduler import Scheduler
 from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import FinishReason, Sequence, SequenceStatus
 from jpaged.sequence_group import SequenceGroup
+from jpaged.swap_space import CHUNK, SwappedGroup
+from jpaged.swapping import swap_in_group, swap_out_group
 
 
 def token_at(seq: Sequence, position: int) -> int:
@@ -37,9 +40,10 @@ class Device:
     def __init__(self, spec: CacheSpec):
         self.block_size, self.windows = spec.block_size, spec.windows
         self.content: dict[int, tuple[int, tuple[int, ...]]] = {}  # group and tokens
-        self.num_copies = 0
+        self.num_copies = self.num_groups_swapped_in = 0
 
     def run(self, plan: SchedulerOutput) -> None:
+        self._swap(plan)
         self._copy(plan)
         for (seq, num_tokens), start in zip(plan.num_scheduled_tokens.items(), plan.starts, strict=True):
             tokens = seq.token_ids + [token_at(seq, p) for p in range(seq.num_tokens, start + num_tokens)]
@@ -54,6 +58,19 @@ class Device:
                         self.content[slot] = held
                     elif window is None or position > start - window:
                         assert self.content[slot] == held, f"{seq} reads foreign KV at {position}"
+
+    def _swap(self, plan: SchedulerOutput) -> None:
+        def slots(block_id: int) -> range:
+            return range(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+        for swapped in plan.swapped_out:
+            assert len(set(swapped.block_ids)) == len(swapped.block_ids) and 0 not in swapped.block_ids
+            swapped.content = [[self.content.get(slot, ()) for slot in slots(i)] for i in swapped.block_ids]
+        for swapped in plan.swapped_in:
+            self.num_groups_swapped_in += isinstance(swapped, SwappedGroup)
+            for block_id, held in zip(swapped.block_ids, swapped.content, strict=True):
+                if block_id:
+                    self.content.update(zip(slots(block_id), held))
 
     def _copy(self, plan: SchedulerOutput) -> None:
         sources = [copy.source.block_id for copy in plan.copies]
@@ -74,8 +91,10 @@ class Device:
 class GroupWalk(Walk):
     """Requests of one to four samples; each sequence is in `requests`."""
 
-    def __init__(self, seed: int, max_in_flight: int = 0, num_steps: int = 1):
+    def __init__(self, seed: int, max_in_flight: int = 0, num_steps: int = 1, mode: str = "recompute"):
         super().__init__(seed, max_in_flight, num_steps)
+        self.scheduler.preemption = Preemption(mode)
+        self.scheduler.kv.swap_space.capacity = self.rng.choice([2 * CHUNK, 1000])
         self.device = Device(self.spec)
         self.num_groups_back = 0
 
@@ -133,12 +152,16 @@ class GroupWalk(Walk):
             assert all(seq in running or seq in self.scheduler.forks.children for seq in group.unfinished)
 
 
-@pytest.mark.parametrize(("max_in_flight", "num_steps"), [(0, 1), (1, 1), (1, 5)])
+@pytest.mark.parametrize(
+    ("max_in_flight", "num_steps", "mode"),
+    [(0, 1, "recompute"), (1, 1, "recompute"), (1, 1, "swap"), (1, 5, "recompute"), (0, 5, "swap")],
+)
 @pytest.mark.parametrize("seed", range(40))
-def test_every_sample_of_any_walk_gets_its_tokens(seed, max_in_flight, num_steps):
-    walk = GroupWalk(seed, max_in_flight, num_steps)
+def test_every_sample_of_any_walk_gets_its_tokens(seed, max_in_flight, num_steps, mode):
+    walk = GroupWalk(seed, max_in_flight, num_steps, mode)
     walk.run(num_requests=15)
-    assert walk.scheduler.kv.pool.num_free == walk.spec.num_usable_blocks and not walk.scheduler.forks
+    kv = walk.scheduler.kv
+    assert kv.pool.num_free == walk.spec.num_usable_blocks and not walk.scheduler.forks and not kv.swap_space.num_used
     for seq in walk.requests:
         output, reason = answer(seq)
         if seq.finish_reason == FinishReason.ABORT:
@@ -158,11 +181,12 @@ def answer(seq: Sequence) -> tuple[list[int], str]:
 
 
 def test_walks_meet_what_they_are_meant_to_meet():
-    walks = [GroupWalk(seed, max_in_flight=1) for seed in range(40)]
+    walks = [GroupWalk(seed, max_in_flight=1, mode=mode) for seed in range(40) for mode in ("recompute", "swap")]
     for walk in walks:
         walk.run(num_requests=15, abort_rate=0)
     assert sum(walk.num_groups_back for walk in walks) > 20, "groups that are preempted and come back must be common"
     assert sum(walk.device.num_copies for walk in walks) > 200
+    assert sum(walk.device.num_groups_swapped_in for walk in walks) > 20
 
 
 def step(scheduler: Scheduler) -> SchedulerOutput:
@@ -213,6 +237,77 @@ def test_a_group_that_comes_back_needs_no_more_blocks_than_before(prefix_caching
     assert scheduler.kv.pool.num_used == num_used, "all that they share is shared again"
     assert num_computed == 26 + 3 * (26 - 16) + 1, "and computed once, but for the last token of the first"
     scheduler.kv.check_invariants(order)
+
+
+def tables_of(seqs: list[Sequence]) -> list[list[int]]:
+    """With blocks numbered in the order in which they first appear."""
+    numbers: dict[int, int] = {}
+    return [[numbers.setdefault(i, len(numbers)) for i in seq.block_table.block_ids()] for seq in seqs]
+
+
+def group_after(num_steps: int, **options) -> tuple[Scheduler, list[Sequence]]:
+    _, _, scheduler = make(max_num_seqs=8, budget=64, **options)
+    scheduler.kv.swap_space.capacity = 10 * CHUNK
+    for seq in group_of(request(1, list(range(17)), max_tokens=20), 4):
+        scheduler.add(seq)
+    for _ in range(num_steps):
+        step(scheduler)
+    return scheduler, sorted(scheduler.running, key=lambda seq: seq.index)
+
+
+def test_a_group_in_host_memory_has_each_block_once_and_shares_as_before_when_it_is_back():
+    scheduler, seqs = group_after(num_steps=7)
+    kv, tables, num_used = scheduler.kv, tables_of(seqs), scheduler.kv.pool.num_used
+    swapped = swap_out_group(kv, seqs)
+    assert len(swapped.block_ids) == num_used < sum(map(len, tables)) and seqs[0].swapped is swapped
+    assert kv.pool.num_used == 0 and kv.swap_space.num_used == swapped.num_host_blocks
+    kv.check_invariants(seqs)
+    assert swap_in_group(kv, seqs[0], reserve=kv.pool.num_free) is None and kv.pool.num_used == 0
+    assert swap_in_group(kv, seqs[0], reserve=kv.pool.num_free - num_used) is swapped
+    assert tables_of(seqs) == tables and kv.pool.num_used == num_used and kv.swap_space.num_used == 0
+    assert sorted(swapped.block_ids) == sorted({i for seq in seqs for i in seq.block_table.block_ids()})
+    assert all(seq.num_computed_tokens == seq.num_tokens - 1 and seq.swapped is None for seq in seqs)
+    kv.check_invariants(seqs)
+
+
+@pytest.mark.parametrize("num_copied", range(4))
+def test_a_copy_that_is_still_to_be_made_is_not_swapped_out_but_its_source(num_copied):
+    """Right after the prompt: three of the samples will copy its last block, the fourth writes in place."""
+    scheduler, seqs = group_after(num_steps=1)
+    kv, tables = scheduler.kv, tables_of(seqs)
+    for seq in seqs[:num_copied]:
+        assert len(kv.allocate_slots(seq, 1)) == 1
+    assert len(kv.copies) == num_copied
+    swapped = swap_out_group(kv, seqs)
+    assert len(swapped.block_ids) == kv.spec.num_blocks_for(17) and not kv.copies and kv.pool.num_used == 0
+    kv.check_invariants(seqs)
+    room = kv.pool.num_free - len(swapped.block_ids) - 3  # what the copies need is counted
+    assert swap_in_group(kv, seqs[0], reserve=room + 1) is None
+    assert swap_in_group(kv, seqs[0], reserve=room) is swapped and len(kv.copies) == 3
+    kv.take_copies()
+    kv.check_invariants(seqs)
+    assert [table[:-1] for table in tables_of(seqs)] == [table[:-1] for table in tables]
+
+
+def test_a_group_that_host_memory_cannot_hold_stays_where_it_is():
+    scheduler, seqs = group_after(num_steps=7)
+    scheduler.kv.swap_space.capacity = CHUNK
+    tables = tables_of(seqs)
+    assert swap_out_group(scheduler.kv, seqs) is None
+    assert tables_of(seqs) == tables and not scheduler.kv.swap_space.num_used
+    scheduler.kv.check_invariants(seqs)
+
+
+def test_samples_that_end_in_host_memory_are_left_there():
+    scheduler, seqs = group_after(num_steps=7)
+    kv = scheduler.kv
+    swap_out_group(kv, seqs)
+    for seq in seqs[1:3]:
+        seq.status = SequenceStatus.FINISHED
+    swapped = swap_in_group(kv, seqs[0], reserve=0)
+    assert [bool(seq.block_table.blocks) for seq in seqs] == [True, False, False, True]
+    assert kv.pool.num_used == sum(i != 0 for i in swapped.block_ids) < len(swapped.block_ids)
+    kv.check_invariants(seqs)
 
 
 def test_a_group_waits_until_all_of_it_fits():

@@ -6,13 +6,22 @@ import random
 from pathlib import Path
 
 import pytest
-from engines import SMALL_POOLS, Request, abort_after_each_number_of_steps, break_steps, make_engine, run
+from engines import (
+    SMALL_POOLS,
+    Request,
+    abort_after_each_number_of_steps,
+    break_steps,
+    count_swaps,
+    make_engine,
+    run,
+)
 
 from jpaged.config import DEFAULT_MODEL
 from jpaged.engine import LLMEngine
 from jpaged.llm import LLM
 from jpaged.outputs import CompletionOutput
 from jpaged.sampling_params import SamplingParams
+from jpaged.swap_space import SwappedGroup
 
 FIXTURE = json.loads((Path(__file__).parent.parent / "fixtures" / "smollm2_beams.json").read_text())
 CLOSE = 1e-3
@@ -108,12 +117,12 @@ def test_beams_among_neighbours_are_those_alone(engine, requests, expected):
 
 
 SMALL = [
-    {"async_scheduling": True, "enable_prefix_caching": True},
-    {"async_scheduling": False, "enable_prefix_caching": False},
+    {"async_scheduling": True, "enable_prefix_caching": True, "preemption_mode": "swap"},
+    {"async_scheduling": False, "enable_prefix_caching": False, "preemption_mode": "recompute"},
 ]
 
 
-@pytest.mark.parametrize("options", SMALL, ids=["overlap, caching", "neither"])
+@pytest.mark.parametrize("options", SMALL, ids=["overlap, caching, swap", "none of them"])
 def test_preempted_beams_are_those_that_were_not(model, programs_dir, requests, expected, options):
     small = make_engine(
         model,
@@ -124,8 +133,10 @@ def test_preempted_beams_are_those_that_were_not(model, programs_dir, requests, 
         max_num_batched_tokens=16,
         **options,
     )
+    swaps = count_swaps(small)
     assert_equal(run(small, 3 * requests, check_every_step=True), 3 * expected)
     assert small.scheduler.num_preemptions > 2
+    assert any(isinstance(swapped, SwappedGroup) for swapped in swaps) == (options["preemption_mode"] == "swap")
     small.close()
 
 

@@ -3,13 +3,23 @@
 import random
 
 import pytest
-from engines import SMALL_POOLS, Request, abort_after_each_number_of_steps, assert_same, break_steps, make_engine, run
+from engines import (
+    SMALL_POOLS,
+    Request,
+    abort_after_each_number_of_steps,
+    assert_same,
+    break_steps,
+    count_swaps,
+    make_engine,
+    run,
+)
 
 from jpaged.config import DEFAULT_MODEL
 from jpaged.engine import LLMEngine
 from jpaged.outputs import CompletionOutput
 from jpaged.sampling_batch import SamplingBatch
 from jpaged.sampling_params import SamplingParams
+from jpaged.swap_space import SwappedGroup
 
 
 def params(**fields) -> SamplingParams:
@@ -84,12 +94,12 @@ def test_a_sample_is_the_same_whatever_n_is(engine, expected):
 
 
 SMALL = [
-    {"async_scheduling": True, "enable_prefix_caching": True},
-    {"async_scheduling": False, "enable_prefix_caching": False},
+    {"async_scheduling": True, "enable_prefix_caching": True, "preemption_mode": "swap"},
+    {"async_scheduling": False, "enable_prefix_caching": False, "preemption_mode": "recompute"},
 ]
 
 
-@pytest.mark.parametrize("options", SMALL, ids=["overlap, caching", "neither"])
+@pytest.mark.parametrize("options", SMALL, ids=["overlap, caching, swap", "none of them"])
 def test_preempted_every_few_steps_equals_not_preempted(model, programs_dir, expected, options):
     small = make_engine(
         model,
@@ -100,8 +110,10 @@ def test_preempted_every_few_steps_equals_not_preempted(model, programs_dir, exp
         max_num_batched_tokens=16,
         **options,
     )
+    swaps = count_swaps(small)
     check_equal(small, expected, times=3)
     assert small.scheduler.num_preemptions > 3
+    assert any(isinstance(swapped, SwappedGroup) for swapped in swaps) == (options["preemption_mode"] == "swap")
     small.close()
 
 

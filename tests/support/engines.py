@@ -12,6 +12,7 @@ from jpaged.engine import LLMEngine
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import CompletionOutput
 from jpaged.sampling_params import SamplingParams
+from jpaged.swap_space import SwappedOut
 
 SMALL_POOLS = {  # in which somebody always has to go: every pair of choices is in one of these
     "4": {"block_size": 4, "num_blocks_override": 20, "async_scheduling": True, "enable_prefix_caching": True},
@@ -92,13 +93,13 @@ def layer_types(model: str) -> list[str]:
     return config_of(model).get("layer_types", ["full_attention"])
 
 
-def count_swaps(engine: LLMEngine) -> list[int]:
-    """Blocks of each swap-out from here on."""
+def count_swaps(engine: LLMEngine) -> list[SwappedOut]:
+    """Everything that is swapped out from here on."""
     swaps, take = [], engine.kv.swap_space.take
 
     def counted(swapped):
         has_room = take(swapped)
-        swaps.extend([len(swapped.block_ids)] if has_room else [])
+        swaps.extend([swapped] if has_room else [])
         return has_room
 
     engine.kv.swap_space.take = counted
