@@ -89,8 +89,7 @@ def ragged_paged_attention_xla(
 
 def _decode(q, pool, meta, scoring, tiles) -> _Partial:
     """Partials of every token, those of the decode and verify ranges filled in."""
-    num_tokens, num_pairs, max_blocks = len(q), tiles.pairs, meta.block_tables.shape[1]
-    span = min(num_pairs, num_tokens)  # the pairs of a group belong to at most this many neighbouring tokens
+    num_tokens, max_blocks = len(q), meta.block_tables.shape[1]
     per_partition = tiles.partition // pool.block_size
     sequence, lens = _decode_rows(meta, num_tokens)
     last = -(-lens // tiles.partition)
@@ -98,8 +97,9 @@ def _decode(q, pool, meta, scoring, tiles) -> _Partial:
     last = last - ends  # a pair's partition is this plus its index
     num_all = ends[-1]
 
-    def group(carry):
+    def group(num_pairs, carry):
         begin, state = carry
+        span = min(num_pairs, num_tokens)  # the pairs of a group belong to at most this many neighbouring tokens
         pair = begin + jnp.arange(num_pairs)
         row = jnp.minimum(jnp.sum(ends[None, :] <= pair[:, None], axis=1), num_tokens - 1)
         length = jnp.where(pair < num_all, lens[row], 0)
@@ -114,8 +114,12 @@ def _decode(q, pool, meta, scoring, tiles) -> _Partial:
         local = jnp.minimum(row - start, span - 1)  # an idle lane adds nothing to a row that exists
         return begin + num_pairs, _merge_pairs(state, partial, start, local, member)
 
-    state = _Partial(jnp.full(q.shape[:3], _LOWEST), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape))
-    return jax.lax.while_loop(lambda carry: carry[0] < num_all, group, (0, state))[1]
+    carry = 0, _Partial(jnp.full(q.shape[:3], _LOWEST), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape))
+    if tiles.few_pairs < tiles.pairs:
+        many = functools.partial(group, tiles.pairs)
+        carry = jax.lax.while_loop(lambda carry: carry[0] + tiles.few_pairs < num_all, many, carry)
+    few = functools.partial(group, min(tiles.few_pairs, tiles.pairs))
+    return jax.lax.while_loop(lambda carry: carry[0] < num_all, few, carry)[1]
 
 
 def _decode_rows(meta, num_tokens):

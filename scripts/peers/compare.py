@@ -6,7 +6,6 @@
 Every engine is a process of its own, with the settings that its worker_*.py states, and is stopped while another one is
 measured. In each round of a workload every engine takes its turn, with fresh prompts; a ratio is of two runs of the
 same round. Machines are noisy: trust ratios, and look at their spread. What takes minutes runs in the first round only.
-Peers get from glibc what jpaged asks of it itself (jpaged/host_memory.py): freed memory stays with the process.
 """
 
 import argparse
@@ -32,7 +31,6 @@ ONCE = {  # minutes each
     ("64x(256+128)", "llama.cpp"),
     ("64x(256+128)", "transformers generate"),
 }
-KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1"} | {f"MALLOC_{name}_THRESHOLD_": str(2**30) for name in ("MMAP", "TRIM")}
 NEVER = {("64x(256+128)", "transformers generate_batch")}  # 8 minutes, at a sixth of the other mode's rate
 
 
@@ -46,8 +44,7 @@ def commands(folder: Path, model: str) -> dict[str, tuple[list[str], dict[str, s
         *((TRANSFORMERS, mode, [exported, mode.split()[-1]]) for mode in TRANSFORMERS_MODES),
     ):
         if peer.is_installed(folder):
-            environment = peer.env(folder) | KEEP_FREED_MEMORY
-            found[name] = ([str(peer.python(folder)), str(HERE / peer.worker), *arguments], environment)
+            found[name] = ([str(peer.python(folder)), str(HERE / peer.worker), *arguments], peer.env(folder))
     return found
 
 

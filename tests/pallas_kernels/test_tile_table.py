@@ -10,7 +10,7 @@ from pallas_kernels import PoolLayout, measured_tiles
 from pallas_kernels.paged_attention import Tiles, tile_table
 from pallas_kernels.paged_attention.tile_table import PATH_VARIABLE, tile_key, tuned
 
-DEFAULT = Tiles(partition=64, pairs=8, prefill_rows=128)
+DEFAULT = Tiles(partition=64, pairs=8, few_pairs=8, prefill_rows=128)
 CPU = PoolLayout(3, 64, 16, "bfloat16")
 
 
@@ -35,7 +35,7 @@ def test_an_entry_changes_the_sizes_that_it_names_and_no_others(write):
         key("decode"): {"tiles": {"partition": 128}, "microseconds": 7.5},
         key("prefill"): {"tiles": {"prefill_rows": 32}},
     })  # fmt: skip
-    assert tuned(DEFAULT, "xla", CPU, 3) == Tiles(partition=128, pairs=8, prefill_rows=32)
+    assert tuned(DEFAULT, "xla", CPU, 3) == Tiles(partition=128, pairs=8, few_pairs=8, prefill_rows=32)
 
 
 @pytest.mark.parametrize(
