@@ -23,7 +23,7 @@ class Tiles:
 def default_tiles(block_size: int, num_tokens: int) -> Tiles:
     """Measured on XLA:CPU (H/K/D = 9/3/64): few idle pairs in a small step, few iterations in a large.
 
-    One sequence of 1000 tokens takes 4.4 ms for 30 layers with 16 pairs and 7.2 with 4, one of 160 takes 3.7 and 2.9.
+    One sequence of 1000 tokens takes 5.3 ms for 30 layers with 16 pairs and 8.7 with 4, one of 160 takes 3.3 and 2.5.
     Partitions of 128 made decode 10 % slower at 64 sequences of 315, 25 % at lengths from 20 to 640; tiles of 64 made
     prefill 10 to 30 % slower than tiles of 128.
     """
