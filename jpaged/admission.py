@@ -34,7 +34,7 @@ class Admission:
                 continue
             forks = [] if seq.group is None else seq.group.plan_forks(self.kv.block_size)
             num_rows = self.max_num_seqs - len(queues.forks) - len(forks)
-            if plan.num_rows >= num_rows or not queues.have_places_for(seq, forks):
+            if plan.num_rows >= num_rows or not queues.have_places_for([seq, *(fork.child for fork in forks)]):
                 return
             hit = NO_HIT if seq.lacks_prompt_logprobs else self.kv.match_prefix(seq, forks)  # a hit computes no logits
             num_found = self.kv.num_tokens_found(seq, hit)
@@ -62,12 +62,12 @@ class Admission:
             budget -= num_tokens
 
     def _bring_back(self, holder: Sequence, budget: int, plan: SchedulerOutput) -> int:
-        """Plans the next token of each sequence of a group that was swapped out; returns their number, 0 where there is no
-        room for all."""
+        """Plans the next token of each sequence of a group that was swapped out; returns their number, 0 where there is
+        no room for all."""
         queues = self.queues
         group = [table.seq for table in holder.swapped.unfinished]
         has_rows = plan.num_rows + len(group) <= self.max_num_seqs - len(queues.forks)
-        if len(group) > budget or not has_rows or not queues.rows.have_places_for(group + queues.forks.children):
+        if len(group) > budget or not has_rows or not queues.have_places_for(group):
             return 0
         if (swapped := swap_in_group(self.kv, holder, reserve=len(queues.running))) is None:
             return 0

@@ -82,7 +82,7 @@ def check_attention_backend(step: StepFunction) -> None:
         try:
             jax.eval_shape(step.jitted(smallest), *step.arguments(smallest, 2, 1))
         except NotImplementedError as error:
-            raise ValueError(f"attention_backend {step.config.attention_backend!r} cannot serve here: {error}")
+            raise ValueError(f"attention_backend {step.config.attention_backend!r} cannot serve here: {error}") from None
 
 
 def plan_step_memory(step: StepFunction, buckets: Buckets, device: jax.Device | None = None) -> MemoryPlan:

@@ -5,7 +5,7 @@ from collections import deque
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.rows import Rows
 from jpaged.sequence import Sequence, SequenceStatus, insert_in_order
-from jpaged.sequence_group import Fork, ForksToCome
+from jpaged.sequence_group import ForksToCome
 from jpaged.swapping import discard_swapped
 
 
@@ -30,9 +30,9 @@ class SequenceQueues:
         self._num_arrived += 1
         insert_in_order(self.waiting, seq)
 
-    def have_places_for(self, seq: Sequence, forks: list[Fork]) -> bool:
-        """Whether a sequence and its forks could all run, beside those that run and their forks to come."""
-        return self.rows.have_places_for([seq, *(fork.child for fork in forks), *self.forks.children])
+    def have_places_for(self, seqs: list[Sequence]) -> bool:
+        """Whether they could all run, beside those that run and their forks to come."""
+        return self.rows.have_places_for(seqs + self.forks.children)
 
     def start(self, seq: Sequence) -> None:
         """Gives a row to a sequence that holds its first blocks."""

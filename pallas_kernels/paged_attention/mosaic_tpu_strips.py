@@ -17,7 +17,9 @@ from jax.experimental import pallas as pl
 from .mosaic_tpu_rows import load_head
 from .mosaic_tpu_softmax import ABSENT, Scoring, State, repeat
 
-_SLOTS = 3  # heads whose values are kept: when a head begins, strips of the two before may still be under way
+# Heads whose values are kept: when a head begins, strips of the two before may still be under way. No more, for each head
+# has a strip at least: KV that no query of the tile sees is not brought.
+_SLOTS = 3
 
 
 class Stages(NamedTuple):

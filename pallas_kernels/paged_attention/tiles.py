@@ -61,9 +61,9 @@ class TpuTiles:
 
 
 _MIB = 2**20
-_KV_BYTES = 6 * _MIB  # of all KV buffers: what a chip has under way at 3 TB/s and 2 us; a third of what there is, if less
+_KV_BYTES = 6 * _MIB  # of all KV buffers, at most: what a chip has under way at 3 TB/s and 2 us
 _PREFILL_ROWS = 1024  # rows of one head in a prefill tile: FLOP a byte of KV, 574 to keep up with a v6e
-_STRIP_ROWS = 512  # of one head, multiplied at a time: a v6e's schedule has 459 cycles for 512 rows, 327 for 256
+_STRIP_ROWS = 512  # of one head, multiplied at a time: a v6e's schedule has 473 cycles for 512 rows, 327 for 256
 
 
 def default_tpu_tiles(layout: PoolLayout, group: int, num_q_bytes: int, vmem_bytes: int) -> TpuTiles:

@@ -19,7 +19,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import AttentionMetadata, PoolLayout, copy_blocks, kv_write, pool_struct, ragged_paged_attention
+from pallas_kernels import (
+    AttentionMetadata,
+    PoolLayout,
+    copy_blocks,
+    default_tpu_tiles,
+    kv_write,
+    pool_struct,
+    ragged_paged_attention,
+)
 from pallas_kernels.kv_write import mosaic_tpu as kv_write_module
 
 pytestmark = pytest.mark.compile
@@ -137,6 +145,12 @@ def test_what_models_ask_for_compiles(chip, heads, kv_heads, dim, dtype, options
     print(f"{chip} {heads}/{kv_heads}/{dim} {dtype}: {used} bytes of VMEM")  # `-rP` shows it
     share = 0.75 if not options.get("return_lse") else 1  # its buffers come on top of what the tiles were chosen for
     assert 2**20 < used["ragged_paged_attention"] <= share * VMEM[chip] * 2**20 and used["kv_write"] == 0
+
+
+def test_a_ring_of_more_buffers_is_seen_by_its_vmem():
+    tiles = default_tpu_tiles(BFLOAT16, 4, 2, VMEM["v4"] * 2**20)
+    compiled, _ = _compile_layer("v4", BFLOAT16, num_heads=32, tiles=dataclasses.replace(tiles, buffers=3))
+    assert _vmem_used(compiled, "ragged_paged_attention") > 0.75 * VMEM["v4"] * 2**20
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -180,8 +180,8 @@ def test_copies_each_block_that_is_seen_once(copies):
     for s in range(int(step.meta.distribution[2])):
         first = max(0, lens[s] - (starts[s + 1] - starts[s]) - window + 1) // 16
         needed += tables[s, first : -(-lens[s] // 16)].tolist()
-    from_pool = [s[0] for s, t in copies if len(s) == 5 and isinstance(s[0], int) and isinstance(t[0], int)]  # to a buffer
-    assert sorted(from_pool) == sorted(needed)
+    to_buffers = [s for s, t in copies if len(s) == 5 and isinstance(s[0], int) and isinstance(t[0], int)]
+    assert sorted(source[0] for source in to_buffers) == sorted(needed)
 
 
 def _fails(step, mode) -> bool:
