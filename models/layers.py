@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from models.config import RopeScaling
@@ -26,31 +27,43 @@ def matmul(x: Float[Array, "T I"], weight: Float[Array, "O I"], out=jnp.float32)
     times slower, and this is as good as any on accelerators. Every matmul with a weight goes through here.
     """
     x = x.astype(weight.dtype)
-    if _is_better_turned(len(x), weight):
-        return jax.lax.platform_dependent(x, weight, cpu=partial(_turned, out=out), default=partial(_contract, out=out))
-    return _contract(x, weight, out)
+    num_rows = _rows_when_turned(len(x), weight)
+    if num_rows is None:
+        return _contract(x, weight, out)
+    turned = partial(_turned, num_rows=num_rows, out=out)
+    return jax.lax.platform_dependent(x, weight, cpu=turned, default=partial(_contract, out=out))
 
 
 def _contract(a: Float[Array, "A I"], b: Float[Array, "B I"], out) -> Float[Array, "A B"]:
     return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out)
 
 
-def _turned(x: Float[Array, "T I"], weight: Float[Array, "O I"], out) -> Float[Array, "T O"]:
-    """The same product as (weight @ x.T).T; the barrier keeps XLA from turning it back."""
-    return jax.lax.optimization_barrier(_contract(weight, x, out)).T
+def _turned(x: Float[Array, "T I"], weight: Float[Array, "O I"], num_rows: int, out) -> Float[Array, "T O"]:
+    """The same product as (weight @ x.T).T, x padded to num_rows.
+
+    The barrier keeps XLA from turning it back; the layout has it write T rows of O, or all that follows goes by columns.
+    """
+    padded = jnp.pad(x, ((0, num_rows - len(x)), (0, 0)))
+    product = jax.lax.optimization_barrier(_contract(weight, padded, out)).T
+    return with_layout_constraint(product, Layout(major_to_minor=(0, 1)))[: len(x)]
 
 
-def _is_better_turned(num_rows: int, weight: Float[Array, "O I"]) -> bool:
-    """Whether the CPU's library (YNNPACK) had better take the weight as its left operand.
+def _rows_when_turned(num_rows: int, weight: Float[Array, "O I"]) -> int | None:
+    """How many rows x is best padded to with the weight as the left operand of the CPU's library; None: as the right one.
 
-    It packs its right operand for every call: x is small, and the weight costs as much as 20 rows of the product. Its
-    tiles of the left one are whole at 16, 32 and 64 rows of bfloat16, where `_turned` is up to 2.4 times as fast; between
-    them it is slower as often as not. In float32 any few rows do. A head's many outputs cost more to turn back than is won.
+    The library (YNNPACK) packs its right operand for every call: x is small, and the weight costs as much as 20 rows of
+    the product. But it computes whole tiles of x, 16 or 32 rows; of few, up to a third more than there are still take less
+    time. A head's many outputs cost more to turn back than is won, and many rows hide the packing.
     """
     num_outputs, num_inputs = weight.shape
-    if num_outputs > 32 * num_inputs:
-        return False
-    return num_rows in (16, 32, 64) if weight.dtype == jnp.bfloat16 else num_rows <= 64
+    if num_outputs > 32 * num_inputs or num_rows > 128:
+        return None
+    if weight.dtype != jnp.bfloat16 and num_rows <= 16:
+        return num_rows  # its tiles are smaller, and packing the weight costs more
+    tile = 16 if num_rows <= 16 else 32
+    padded = -(-num_rows // tile) * tile
+    most = num_rows // 3 if num_rows <= 32 else 0
+    return padded if padded - num_rows <= most else None
 
 
 class Linear(nnx.Module):

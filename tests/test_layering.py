@@ -43,6 +43,7 @@ MAY_JIT = {
 }
 MAY_PAD_ARRAYS = {
     "jpaged/sampler.py": "the vocabulary to whole runs of lanes, inside the step; the batch is padded in batch.py",
+    "models/layers.py": "a few rows to whole tiles of the CPU's matmul, inside the step",
 }
 MAY_USE_TORCH = {
     "scripts/make_parity_fixture.py": "makes the fixture of Hugging Face's tokens; no part of the engine",
