@@ -29,7 +29,8 @@ class Buckets:
     """(T, R) of every program: padded tokens, and padded sampling rows.
 
     R is as large as T when every token is a decode or a draft, and one of a few coarse sizes when chunks of prompts
-    ride along: a padded row of the head costs a fifth of a token of the body. max_num_rows says how many there are where
+    ride along: a padded row of the head costs a fifth of a token of the body. The largest step, which comes again and
+    again while there are prompts to compute, has one size more. max_num_rows says how many there are where
     drafts need more than one a sequence.
     """
 
@@ -44,7 +45,8 @@ class Buckets:
         """The row buckets of the token bucket num_tokens."""
         largest = min(num_tokens, self.max_rows)
         without_drafts = min(largest, max(self.max_num_seqs, MIN_TOKEN_BUCKET))
-        return sorted({*(r for r in (32, 128) if 2 * r < largest), without_drafts, largest})
+        coarse = (32, 64, 128) if num_tokens == self.tokens[-1] else (32, 128)
+        return sorted({*(r for r in coarse if 2 * r < largest), without_drafts, largest})
 
     def choose(self, num_tokens: int, num_rows: int, *, decodes_on: bool = False) -> tuple[int, int]:
         """The smallest program that holds a step; that with all rows where the device is to decode several times."""
