@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -15,12 +14,11 @@ from jpaged.engine import LLMEngine
 from jpaged.errors import QueueFullError
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import OutputDelta, RequestOutput
+from jpaged.programs import NUM_COMPILE_THREADS
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason
 
 logger = logging.getLogger(__name__)
-
-NUM_COMPILE_THREADS = min(os.cpu_count() or 1, 4)
 
 
 class AsyncLLM:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -10,6 +11,7 @@ from jpaged.config import DEFAULT_MODEL, EngineConfig
 from jpaged.engine import LLMEngine
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import RequestOutput
+from jpaged.programs import NUM_COMPILE_THREADS
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
@@ -120,8 +122,9 @@ class LLM:
     def warm_up(self, *, use_tqdm: bool = True) -> None:
         """Compiles every program, so that nothing compiles later."""
         programs = self.engine.runner.programs
-        for key in tqdm(programs.keys, desc="compiling", unit="program", disable=not use_tqdm):
-            programs.prepare(key)
+        with ThreadPoolExecutor(NUM_COMPILE_THREADS) as threads:
+            prepared = threads.map(programs.prepare, programs.keys)
+            list(tqdm(prepared, "compiling", len(programs.keys), unit="program", disable=not use_tqdm))
 
     def close(self) -> None:
         """Frees the engine's memory: weights, pool and programs."""

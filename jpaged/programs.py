@@ -1,12 +1,15 @@
 """Programs: one compiled step a bucket, compiled on first use or ahead of it in the background."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 
 logger = logging.getLogger(__name__)
+
+NUM_COMPILE_THREADS = min(os.cpu_count() or 1, 4)
 
 
 class Programs:

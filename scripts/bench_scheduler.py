@@ -1,9 +1,10 @@
-"""What the host does for a step of decodes, without a model: scheduler, block accounting and batch building.
+"""What the host does for a step of decodes, without a model: scheduler, block accounting, batch building, and text.
 
     python scripts/bench_scheduler.py --num-seqs 32,256,1024
 
 Milliseconds a step on one core, median and 99th percentile. Sequences start as they do in an engine, prefilled under
-the token budget, so that they do not all need a new block in the same step. Prefix caching is on, as by default.
+the token budget, so that they do not all need a new block in the same step. Prefix caching is on, as by default. Text,
+detokenised and searched for a stop string, is told apart: it is made while the next step runs.
 """
 
 import argparse
@@ -19,20 +20,28 @@ from jpaged.batch import BatchBuilder
 from jpaged.bench.options import add_json_option, int_from
 from jpaged.bench.results import load_note, write_json
 from jpaged.cache_spec import CacheSpec
-from jpaged.config import EngineConfig
+from jpaged.config import DEFAULT_MODEL, EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.metrics import EngineMetrics
+from jpaged.output_processor import RequestState
+from jpaged.result_processor import ResultProcessor
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence
+from jpaged.tokenizer import Tokenizer
+from models.weights import open_checkpoint, resolve_model
 
-BAR_MS, BAR_SEQS = 1.5, 256
+BARS = {32: 0.2, 256: 1.0, 512: 2.0, 1024: 4.0}  # sequences that run: ms a step
 MAX_MODEL_LEN = 8192  # SmolLM2's; the width of the block tables
 VOCAB_SIZE = 49152
-PARTS = ("schedule", "build", "update")
+PARTS = ("schedule", "build", "update")  # that the bars are for
 
 
-def run_decodes(num_seqs: int, prompt_len: int, num_steps: int, block_size: int) -> dict[str, list[float]]:
-    """The seconds of each part of each of num_steps steps in which num_seqs sequences decode."""
+def run_decodes(
+    num_seqs: int, prompt_len: int, num_steps: int, block_size: int, tokenizer: Tokenizer | None = None
+) -> dict[str, list[float]]:
+    """The seconds of each part of each of num_steps steps in which num_seqs sequences decode; text where there is a
+    tokenizer."""
     config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=max(512, 2 * num_seqs), block_size=block_size)
     longest = prompt_len + 2 * num_seqs + num_steps  # the first ones decode while the last ones are prefilled
     spec = CacheSpec(
@@ -43,12 +52,17 @@ def run_decodes(num_seqs: int, prompt_len: int, num_steps: int, block_size: int)
     scheduler = Scheduler(config, KVCacheManager(spec))
     builder = BatchBuilder(config, spec, VOCAB_SIZE)
     rng = random.Random(0)
-    params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True, stop="\n\n\nUser:")
+    results = ResultProcessor(scheduler, tokenizer, EngineMetrics("none"), set())
     for i in range(num_seqs):
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
-        scheduler.add(Sequence(str(i), prompt, params, seed=i, max_tokens=longest))
+        seq = Sequence(str(i), prompt, params, seed=i, max_tokens=longest)
+        scheduler.add(seq)
+        if tokenizer is not None:
+            results.requests[str(i)] = RequestState([seq], tokenizer, time.monotonic())
 
-    times: dict[str, list[float]] = {part: [] for part in PARTS}
+    parts = (*PARTS, "text") if tokenizer is not None else PARTS
+    times: dict[str, list[float]] = {part: [] for part in parts}
     token_ids = [[rng.randrange(VOCAB_SIZE)] for _ in range(num_seqs)]
     while len(times["update"]) < num_steps:
         start = time.perf_counter()
@@ -56,10 +70,13 @@ def run_decodes(num_seqs: int, prompt_len: int, num_steps: int, block_size: int)
         scheduled = time.perf_counter()
         builder.build(plan)
         built = time.perf_counter()
-        scheduler.update(plan, token_ids[: len(plan.sampled)])
+        appended = scheduler.update(plan, token_ids[: len(plan.sampled)])
         updated = time.perf_counter()
+        if tokenizer is not None:
+            results.process(appended, None)  # whose log-probs nobody asked for
+        done = time.perf_counter()
         if plan.num_decodes == num_seqs:
-            for part, seconds in zip(PARTS, (scheduled - start, built - scheduled, updated - built)):
+            for part, seconds in zip(parts, (scheduled - start, built - scheduled, updated - built, done - updated)):
                 times[part].append(seconds)
     return times
 
@@ -81,14 +98,15 @@ def main() -> None:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
     print(f"ms a step: median (99th percentile); {load_note()}")
-    print(f"{'running':>8}" + "".join(f"{part:>18}" for part in (*PARTS, "together")))
-    numbers = {}
+    print(f"{'running':>8}" + "".join(f"{part:>18}" for part in ("text", *PARTS, "together")))
+    tokenizer, numbers = Tokenizer.from_checkpoint(open_checkpoint(resolve_model(DEFAULT_MODEL))), {}
     for size in sizes:
-        times = run_decodes(size, args.prompt_len, args.steps, args.block_size)
-        times["together"] = [sum(parts) for parts in zip(*times.values())]
+        times = run_decodes(size, args.prompt_len, args.steps, args.block_size, tokenizer)
+        times = {"text": times.pop("text"), **times}
+        times["together"] = [sum(parts) for parts in zip(*(times[part] for part in PARTS))]
         row = {part: (1e3 * statistics.median(t), 1e3 * float(np.percentile(t, 99))) for part, t in times.items()}
         numbers[size] = {part: {"median_ms": middle, "p99_ms": high} for part, (middle, high) in row.items()}
-        bar = f"   bar {BAR_MS}" if size == BAR_SEQS else ""
+        bar = f"   bar {BARS[size]}" if size in BARS else ""
         print(f"{size:>8}" + "".join(f"{f'{middle:.3f} ({high:.3f})':>18}" for middle, high in row.values()) + bar)
     write_json(args.json, numbers)
 

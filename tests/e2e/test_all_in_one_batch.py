@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from engines import Request, assert_same, count_swaps, make_engine, run
+from engines import CLOSE, Request, assert_equal, count_swaps, make_engine, run_whole
 
 from jpaged.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ def test_each_request_gives_in_the_batch_what_it_gives_alone(model, programs_dir
     sizes = {"max_num_seqs": 16, "max_model_len": 128}
     roomy = make_engine(model, programs_dir, enable_prefix_caching=False, **sizes)
     requests = make_requests()
-    alone = [run(roomy, [request]) for request in requests]
+    alone = [run_whole(roomy, [request])[0] for request in requests]
     assert roomy.scheduler.num_preemptions == 0
     roomy.close()
     small = make_engine(
@@ -45,13 +45,18 @@ def test_each_request_gives_in_the_batch_what_it_gives_alone(model, programs_dir
         speculative_config={"method": "ngram", "num_speculative_tokens": 3}, **sizes,
     )  # fmt: skip
     swaps = count_swaps(small)
-    run(small, requests[:1])  # what it leaves in the cache is there for others, and for itself
-    together = run(small, requests, check_every_step=True)
-    for one in alone:
-        got, together = together[: len(one)], together[len(one) :]
-        if one[0].logprobs is None:  # beams
-            assert [output.token_ids for output in got] == [output.token_ids for output in one]
-        else:
-            assert_same(one, got)
+    run_whole(small, requests[:1])  # what it leaves in the cache is there for others, and for itself
+    together = run_whole(small, requests, check_every_step=True)
+    for one, other in zip(alone, together, strict=True):
+        assert_equal(one.outputs, other.outputs)
+        assert_prompts_equal(one.prompt_logprobs, other.prompt_logprobs)
     assert swaps and small.metrics.prefix_cache_hits > 0 and small.metrics.num_accepted_tokens > 0
     small.close()
+
+
+def assert_prompts_equal(first: list | None, second: list | None) -> None:
+    assert (first is None) == (second is None)
+    for one, other in zip(first or [], second or [], strict=True):
+        assert (one or {}).keys() == (other or {}).keys()
+        for token in one or {}:
+            assert other[token].logprob == pytest.approx(one[token].logprob, abs=CLOSE)

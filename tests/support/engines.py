@@ -5,12 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
 from jpaged.async_llm import AsyncLLM
 from jpaged.batch import HostStep
 from jpaged.config import EngineConfig
 from jpaged.engine import LLMEngine
 from jpaged.output_processor import RequestOutputBuilder
-from jpaged.outputs import CompletionOutput
+from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.swap_space import SwappedOut
 
@@ -31,7 +33,8 @@ SMALL_POOLS = {  # in which somebody always has to go: every pair of choices is 
         "num_scheduler_steps": 5,
     },
 }  # fmt: skip
-AMBIGUOUS = 1e-3  # two best log-probs this close: either token counts (float32 rounding)
+CLOSE = 1e-3  # log-probs of float32
+AMBIGUOUS = CLOSE  # two best log-probs this close: either token counts
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,12 @@ class Request:
 
 def run(engine: LLMEngine, requests: list[Request], *, check_every_step: bool = False) -> list[CompletionOutput]:
     """All requests at once, to their end; the pool must be empty after it. The samples of one follow one another."""
+    outputs = run_whole(engine, requests, check_every_step=check_every_step)
+    return [completion for output in outputs for completion in output.outputs]
+
+
+def run_whole(engine: LLMEngine, requests: list[Request], *, check_every_step: bool = False) -> list[RequestOutput]:
+    """The same, with what is known of the prompts."""
     builders = {}
     for i, request in enumerate(requests):
         builders[str(i)] = RequestOutputBuilder(str(i), None, request.prompt, request.params.n)
@@ -53,7 +62,7 @@ def run(engine: LLMEngine, requests: list[Request], *, check_every_step: bool = 
             engine.kv.check_invariants(engine.scheduler.sequences)
     engine.kv.check_invariants([])
     assert engine.kv.pool.num_used == 0 and not engine.requests
-    return [completion for builder in builders.values() for completion in builder.output.outputs]
+    return [builder.output for builder in builders.values()]
 
 
 def assert_same(first: list[CompletionOutput], second: list[CompletionOutput]) -> None:
@@ -63,8 +72,21 @@ def assert_same(first: list[CompletionOutput], second: list[CompletionOutput]) -
         if a.token_ids == b.token_ids:
             continue
         at = next(i for i, pair in enumerate(zip(a.token_ids, b.token_ids)) if pair[0] != pair[1])
+        assert a.logprobs is not None, f"output {number} differs at {at}: {a.token_ids} {b.token_ids}"
         best, next_best = sorted((entry.logprob for entry in a.logprobs[at].values()), reverse=True)[:2]
         assert best - next_best < AMBIGUOUS, f"request {number} differs at {at}: {a.token_ids} {b.token_ids}"
+
+
+def assert_equal(first: list[CompletionOutput], second: list[CompletionOutput]) -> None:
+    """The same, log-probs too: of each token, and their sums, which is all that beams have."""
+    assert_same(first, second)
+    for a, b in zip(first, second):
+        if a.token_ids == b.token_ids and a.cumulative_logprob is not None:
+            assert b.cumulative_logprob == pytest.approx(a.cumulative_logprob, abs=CLOSE)
+        for token, mine, its in zip(a.token_ids, a.logprobs or (), b.logprobs or ()):
+            if token not in its:
+                break  # from an ambiguous token on, which assert_same has looked at
+            assert mine[token].logprob == pytest.approx(its[token].logprob, abs=CLOSE)
 
 
 def make_engine(model: str, programs_dir: str, **config) -> LLMEngine:
