@@ -21,6 +21,7 @@ REALS = (
 INTEGERS = (
     "n", "best_of", "top_k", "min_tokens", "seed", "max_tokens", "logprobs", "prompt_logprobs", "priority",
 )  # fmt: skip
+BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -106,6 +107,9 @@ class SamplingParams:
             f"logits_processors must hold functions, got {list(self.logits_processors)!r}",
         )
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in BOOLEANS:
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
         for name in REALS:
             value = getattr(self, name)
             _require(
@@ -170,6 +174,7 @@ class SamplingParams:
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
         )
+        _require(-10 <= self.length_penalty <= 10, f"length_penalty must be in [-10, 10], got {self.length_penalty}")
         _require(-(2**63) <= self.priority < 2**63, f"priority must fit in 64 bits, got {self.priority}")
         salt = self.cache_salt
         _require(salt is None or isinstance(salt, str), f"cache_salt must be a string, got {salt!r}")

@@ -1,5 +1,7 @@
 """BeamSearch: which beams go on, which have ended, and when there is nothing left to win."""
 
+import math
+
 import pytest
 
 from jpaged.beam_search import BeamSearch, Move
@@ -119,6 +121,8 @@ REFUSED = [
     ({"stop": ["x"]}, r"stop is not possible with use_beam_search, got \('x',\)"),
     ({"early_stopping": "soon"}, "early_stopping must be true, false or 'never', got 'soon'"),
     ({"length_penalty": float("nan")}, "length_penalty must be a finite number, got nan"),
+    ({"length_penalty": 10.5}, r"length_penalty must be in \[-10, 10\], got 10.5"),
+    ({"length_penalty": -2000}, r"length_penalty must be in \[-10, 10\], got -2000"),
     ({"use_beam_search": False, "length_penalty": 2.0}, r"length_penalty \(2.0\) needs use_beam_search"),
     ({"use_beam_search": False, "early_stopping": True}, r"early_stopping \(True\) needs use_beam_search"),
 ]
@@ -128,3 +132,17 @@ REFUSED = [
 def test_what_contradicts_a_search_is_refused_by_name(fields, complaint):
     with pytest.raises(ValueError, match=f"^{complaint}$"):
         SamplingParams(**{"temperature": 0.0, "use_beam_search": True} | fields)
+
+
+@pytest.mark.parametrize("length_penalty", [-10, 10])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_a_search_lives_with_any_length_penalty_that_is_taken(length_penalty, early_stopping):
+    """However long its outputs become."""
+    search = make(1, max_tokens=2**20, length_penalty=length_penalty, early_stopping=early_stopping)
+    (seq,) = search.sequences
+    seq.token_ids += [5] * (2**20 - 3)
+    for _ in range(3):
+        seq.num_computed_tokens = seq.num_tokens
+        advance(search, {7: -1e4, EOS: -2e4})
+    (hypothesis,) = search.hypotheses
+    assert math.isfinite(hypothesis.score) and hypothesis.score != 0

@@ -235,6 +235,7 @@ def test_tokens_survive_the_round_trip(client):
         ({"prompt": "a", "min_tokens": 10**30, "max_tokens": 10**30}, str(10**30)),
         ({"prompt": "a", "logprobs": 21}, "20"),
         ({"prompt": "a", "priority": 3}, "scheduling_policy is fcfs"),
+        ({"prompt": "a", "use_beam_search": True, "length_penalty": 2000}, "length_penalty must be in [-10, 10]"),
     ],
 )
 def test_what_the_engine_cannot_serve_is_a_400_with_the_numbers(client, body, says):
