@@ -1,6 +1,7 @@
 """Logits processors: a user's own functions between the model and the sampler."""
 
 from collections.abc import Callable, Sequence
+from traceback import format_exception_only
 
 import numpy as np
 
@@ -22,11 +23,11 @@ def process_logits(
         try:
             logits = processor(list(output_token_ids), np.array(logits, np.float32))
         except Exception as error:  # a user's code: whatever it says, its request alone must fail
-            reason = (str(error).strip() or "no message").splitlines()[0]
-            raise LogitsProcessorFailed(f"{name} raised {type(error).__name__}: {reason}") from error
+            what = format_exception_only(error)[0].splitlines()[0]  # str(error) may itself raise
+            raise LogitsProcessorFailed(f"{name} raised {what}") from error
         try:
             logits = np.asarray(logits, np.float32)
-        except (TypeError, ValueError):
+        except Exception:  # of its type's own conversion, again a user's code
             raise LogitsProcessorFailed(
                 f"{name} returned {type(logits).__name__}, which is no array of numbers"
             ) from None

@@ -110,6 +110,7 @@ FAILURES = [
     ),
     (lambda ids, row: None, 0, "logits_processors[0] returned an array of shape (); it must be (258,)"),
     (lambda ids, row: "text", 0, "logits_processors[0] returned str, which is no array of numbers"),
+    (lambda ids, row: [10**400], 0, "logits_processors[0] returned list, which is no array of numbers"),
     (lambda ids, row: row - np.inf, 0, "no token is left to sample"),
 ]
 
