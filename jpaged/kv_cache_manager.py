@@ -92,8 +92,10 @@ class KVCacheManager:
         """
         assert not seq.block_table.blocks, f"{seq} already holds blocks"
         shared = self._owned(hit.entries)
-        num_needed = self.spec.num_blocks_for(seq.num_tokens - hit.num_tokens // self.block_size * self.block_size)
-        if num_needed + reserve > self.pool.num_free - sum(block.ref_count == 0 for block in shared):
+        num_taken = sum(block.ref_count == 0 for block in shared)
+        num_taken += self.spec.num_blocks_for(seq.num_tokens - hit.num_tokens // self.block_size * self.block_size)
+        # A window gives back what it has passed of the hit: never are more taken than of a sequence that has none.
+        if min(num_taken, self.spec.num_blocks_for(seq.num_tokens)) + reserve > self.pool.num_free:
             return None
         for block in shared:
             self.pool.acquire(block)

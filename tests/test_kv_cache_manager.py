@@ -29,12 +29,12 @@ from jpaged.sequence import Sequence
 from jpaged.swap_space import CHUNK, SwappedOut
 from jpaged.swapping import discard_swapped, swap_in, swap_out
 
-SIZE = 4
+SIZE, MAX_CHUNK = 4, 9
 
 
-def make_manager(num_blocks, windows=(None,), **options):
+def make_manager(num_blocks, windows=(None,), max_chunk=32, **options):
     spec = CacheSpec(
-        num_blocks=num_blocks, block_size=SIZE, max_model_len=64, windows=windows, max_num_batched_tokens=32
+        num_blocks=num_blocks, block_size=SIZE, max_model_len=64, windows=windows, max_num_batched_tokens=max_chunk
     )
     return KVCacheManager(spec, **options)
 
@@ -65,14 +65,15 @@ class PoolWalk(RuleBasedStateMachine):
         self.pinned: list[tuple[int, ...]] = []  # prefixes
 
     @initialize(
-        num_blocks=st.integers(5, 12),
+        num_logical=st.integers(4, 11),
         windows=st.sampled_from([(None,), (None,), (None, 5), (3,), (None, 6, 9)]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         num_host_blocks=st.sampled_from([0, CHUNK, 3 * CHUNK]),
     )
-    def start(self, num_blocks, windows, enable_prefix_caching, num_host_blocks):
+    def start(self, num_logical, windows, enable_prefix_caching, num_host_blocks):
+        num_needed = make_manager(2, windows, MAX_CHUNK).spec.num_blocks_for(num_logical * SIZE)
         self.manager = make_manager(
-            1 + (num_blocks - 1) * len(windows), windows,
+            1 + num_needed, windows, MAX_CHUNK,
             enable_prefix_caching=enable_prefix_caching, num_host_blocks=num_host_blocks,
         )  # fmt: skip
 
@@ -174,9 +175,12 @@ class PoolWalk(RuleBasedStateMachine):
         else:
             assert found == max(num_hit, swapped.num_computed_tokens)
         missing = seq.num_tokens - found
-        num_new = max(1, round(share * missing))
-        num_needed = self.manager.spec.num_blocks_for(seq.num_tokens - num_matched * SIZE)
-        fits = num_needed + reserve <= len(self.free_ids() - {block.block_id for block in hit.entries})
+        num_new = min(max(1, round(share * missing)), MAX_CHUNK)
+        num_free, spec = len(self.free_ids()), self.manager.spec
+        num_taken = len(self.free_ids() & {block.block_id for block in hit.entries})
+        num_taken += spec.num_blocks_for(seq.num_tokens - num_matched * SIZE)
+        fits_cold = spec.num_blocks_for(seq.num_tokens) + reserve <= num_free
+        fits = fits_cold or num_taken + reserve <= num_free
         before = snapshot(self.manager, self.sequences)
         got = self.manager.admit(seq, hit, num_new, reserve=reserve)
         assert (got is not None) == fits
@@ -188,7 +192,9 @@ class PoolWalk(RuleBasedStateMachine):
         assert seq.num_computed_tokens == found < seq.num_tokens
         num_kept = num_matched * len(self.windows)  # a partly filled block that is shared is copied
         added = seq.block_table.blocks[num_kept:]
-        assert seq.block_table.blocks[:num_kept] == hit.entries[:num_kept]
+        null_block = self.manager.pool.null_block  # stands where the windows of what comes back have passed the hit
+        kept = zip(seq.block_table.blocks, hit.entries[:num_kept])
+        assert all(held is entry or (held is null_block and found > num_hit) for held, entry in kept)
         assert [block for block in added if block.block_id] == got
         num_groups, table = len(self.windows), seq.block_table.blocks
         seen = self.entries_seen(found, range(len(table) // num_groups))
@@ -201,7 +207,7 @@ class PoolWalk(RuleBasedStateMachine):
         self.compute(seq, num_new)
 
     @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, 99), most=st.integers(1, 9), token=st.integers(0, 1))
+    @rule(which=st.integers(0, 99), most=st.integers(1, MAX_CHUNK), token=st.integers(0, 1))
     def advance(self, which, most, token):
         """A chunk of a prompt, or a decode; the last token of either yields the next."""
         seq = self.running[which % len(self.running)]
@@ -252,7 +258,8 @@ class PoolWalk(RuleBasedStateMachine):
     @rule(how_many=st.integers(2, 9), leaves=st.integers(0, 40), token=st.integers(0, 1))
     def decode_together(self, how_many, leaves, token):
         """One token each in one step, with all their copies at once; one that was planned may leave before it runs."""
-        sharing = Counter(block for seq in self.running for block in seq.block_table.blocks)
+        tables = [seq.block_table for seq in self.running] + self.manager.pinned.tables
+        sharing = Counter(block for table in tables for block in table.blocks)
         planned = []
         for seq in self.running[-how_many:]:
             if seq.num_computed_tokens == seq.num_tokens or seq.num_tokens > 30:
@@ -343,7 +350,8 @@ class PoolWalk(RuleBasedStateMachine):
         self.manager.pinned.pin(table, list(prefix))
         if len(table) == len(self.entries_seen(len(prefix) // SIZE * SIZE, range(-(-len(prefix) // SIZE)))):
             self.pinned.append(prefix)  # all of it was still findable
-        for block in table.blocks[: len(prefix) // SIZE] if not self.manager.has_windows else ():
+        num_full = len(table) - (len(prefix) % SIZE > 0)  # fewer than the prefix has where some were lost
+        for block in table.blocks[:num_full] if not self.manager.has_windows else ():
             assert (
                 self.content[block.block_id * SIZE + SIZE - 1][1]
                 == prefix[: len(self.content[block.block_id * SIZE + SIZE - 1][1])]

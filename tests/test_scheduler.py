@@ -53,6 +53,14 @@ def make(
     return config, spec, Scheduler(config, KVCacheManager(spec, enable_prefix_caching=prefix_caching))
 
 
+def blocks_of_the_longest(block_size: int, windows: tuple[int | None, ...], budget: int) -> int:
+    """The fewest usable blocks that serve MAX_MODEL_LEN."""
+    spec = CacheSpec(
+        num_blocks=2, block_size=block_size, max_model_len=MAX_MODEL_LEN, windows=windows, max_num_batched_tokens=budget
+    )
+    return spec.num_blocks_for(MAX_MODEL_LEN)
+
+
 def request(number: int, prompt: list[int], max_tokens: int = 4, **params) -> Sequence:
     return Sequence(str(number), prompt, SamplingParams(**params), seed=number, max_tokens=max_tokens)
 
@@ -79,7 +87,7 @@ class Walk:
         self.budget = max(self.max_num_seqs, 2) + rng.choice([0, 1, 7, 30]) if self.chunked else MAX_MODEL_LEN
         block_size = rng.choice([1, 3, 4, 8])
         windows = WINDOWS[seed % len(WINDOWS)]
-        at_least = -(-MAX_MODEL_LEN // block_size) * len(windows) + 1
+        at_least = 1 + blocks_of_the_longest(block_size, windows, self.budget)
         self.config, self.spec, self.scheduler = make(
             max_num_seqs=self.max_num_seqs,
             budget=self.budget,
@@ -449,6 +457,26 @@ def test_prefix_hit_is_not_computed_again_and_is_counted():
     plan = run_step(scheduler)
     assert counts(plan) == {"1": 1, "2": 2} and late.num_cached_tokens == 8
     assert (plan.num_prefix_queries, plan.num_prefix_hits, plan.num_new_prompt_tokens) == (10, 8, 10)
+
+
+@pytest.mark.parametrize("num_shared", range(0, 48, 4))
+@pytest.mark.parametrize("windows", [(None, 8), (8,), (None, 6, 9)])
+def test_whoever_fits_alone_is_admitted_whatever_is_cached(windows, num_shared):
+    """By others, or by itself before it was preempted: what a hit holds of a windowed group is given back as the window
+    moves on."""
+    _, _, scheduler = make(budget=8, num_blocks=1 + blocks_of_the_longest(4, windows, 8), windows=windows)
+    prompt = list(range(47))
+    scheduler.add(request(1, prompt[:num_shared] + [99], max_tokens=1))
+    while scheduler.has_work:
+        run_step(scheduler)
+    late = request(2, prompt, max_tokens=1)
+    scheduler.add(late)
+    while not late.is_finished:
+        for _ in range(4):
+            plan = run_step(scheduler)
+            assert late.is_finished or late in plan.num_scheduled_tokens
+            scheduler.kv.check_invariants(scheduler.sequences)
+        scheduler.preempt_all()
 
 
 def test_next_turn_of_a_conversation_finds_the_answer_too():

@@ -134,9 +134,8 @@ class GroupWalk(Walk):
             self.scheduler.add(seq)
 
     def worst_case(self, seq: Sequence, n: int) -> int:
-        kv = self.scheduler.kv
-        num_shared = seq.num_prompt_tokens // kv.block_size
-        return num_shared + n * (kv.spec.num_blocks_for(seq.num_prompt_tokens + seq.max_tokens) - num_shared)
+        num_shared = seq.num_prompt_tokens // self.spec.block_size
+        return self.spec.num_blocks_for(seq.num_prompt_tokens + seq.max_tokens - 1, n, num_shared)
 
     def check(self, plan: SchedulerOutput) -> None:
         scheduled, running = plan.num_scheduled_tokens, self.scheduler.running
@@ -323,6 +322,28 @@ def test_a_group_waits_until_all_of_it_fits():
             break
     plan = step(scheduler)
     assert len(plan.admitted) == 4 and scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("num_shared", range(0, 31, 5))
+@pytest.mark.parametrize("windows", [(None, 8), (8,), (None, 6, 9)])
+def test_a_group_that_fits_alone_is_admitted_whatever_is_cached(windows, num_shared):
+    prompt = list(range(30))
+    spec = make(budget=8, windows=windows)[1]
+    num_blocks = 1 + spec.num_blocks_for(30 + 12 - 1, num_samples=3, num_shared=30 // 4)
+    _, _, scheduler = make(budget=8, windows=windows, num_blocks=num_blocks)
+    scheduler.add(request(1, prompt[:num_shared] + [99], max_tokens=1))
+    while scheduler.has_work:
+        step(scheduler)
+    seqs = group_of(request(2, prompt, max_tokens=12), 3)
+    for seq in seqs:
+        scheduler.add(seq)
+    for number in range(40):
+        step(scheduler)
+        scheduler.kv.check_invariants(scheduler.sequences)
+        if number % 13 == 12:
+            scheduler.preempt_all()
+    assert [seq.output_token_ids for seq in seqs] == [answer(seq)[0] for seq in seqs]
+    assert scheduler.num_preemptions == 0
 
 
 def test_a_group_needs_a_row_for_each():
