@@ -42,7 +42,7 @@ class Admission:
             num_tokens = plan.as_many_as_have_rows(seq, num_found, num_tokens, num_rows)
             if num_found + num_tokens < seq.num_tokens and not self.enable_chunked_prefill:
                 return
-            reserve = len(queues.running) + sum(self.kv.num_blocks_for_fork(fork) for fork in forks)
+            reserve = self._num_reserved + sum(self.kv.num_blocks_for_fork(fork) for fork in forks)
             if self.kv.admit(seq, hit, num_tokens, reserve=reserve) is None:
                 return
             for _ in range(1 + len(forks)):
@@ -61,6 +61,12 @@ class Admission:
             plan.add_prompt_logprobs(seq, num_tokens)
             budget -= num_tokens
 
+    @property
+    def _num_reserved(self) -> int:
+        """The blocks that the next tokens of those that run may need, and of forks to come, which share all their
+        tokens where anybody comes in: new ones or copies, one of each attention group."""
+        return (len(self.queues.running) + len(self.queues.forks)) * self.kv.num_groups
+
     def _bring_back(self, holder: Sequence, budget: int, plan: SchedulerOutput) -> int:
         """Plans the next token of each sequence of a group that was swapped out; returns their number, 0 where there is
         no room for all."""
@@ -69,7 +75,7 @@ class Admission:
         has_rows = plan.num_rows + len(group) <= self.max_num_seqs - len(queues.forks)
         if len(group) > budget or not has_rows or not queues.have_places_for(group):
             return 0
-        if (swapped := swap_in_group(self.kv, holder, reserve=len(queues.running))) is None:
+        if (swapped := swap_in_group(self.kv, holder, reserve=self._num_reserved)) is None:
             return 0
         plan.swapped_in.append(swapped)
         for seq in group:

@@ -46,7 +46,7 @@ class Speculation:
         if not draft:
             return []
         num_new = self._kv.num_missing(seq, 1 + len(draft))
-        if num_new > 0 and num_new + num_running > self._kv.pool.num_free:
+        if num_new > 0 and num_new + num_running * self._kv.num_groups > self._kv.pool.num_free:
             return []
         if self._kv.allocate_slots(seq, 1 + len(draft)) is None:
             return []

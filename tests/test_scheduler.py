@@ -381,8 +381,9 @@ def test_newest_sequence_gives_way_when_blocks_run_out_and_comes_back_first():
     assert (victim.num_computed_tokens, victim.num_output_tokens, victim.status) == (0, 2, SequenceStatus.WAITING)
 
 
-def test_newcomer_does_not_take_the_blocks_that_running_sequences_need_next():
-    _, _, scheduler = make(budget=32, num_blocks=2 * 3 + 1)  # for the prompts of two, and two blocks more
+@pytest.mark.parametrize(("windows", "num_blocks"), [((None,), 6), ((None, 8), 15)])  # for three prompts, at least
+def test_newcomer_does_not_take_the_blocks_that_running_sequences_need_next(windows, num_blocks):
+    _, _, scheduler = make(budget=32, num_blocks=1 + num_blocks, windows=windows)
     for number in range(3):
         scheduler.add(request(number, [number] * 8, max_tokens=4))
     assert counts(run_step(scheduler)) == {"0": 8, "1": 8}  # the third would fit, but not for long

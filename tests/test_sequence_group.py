@@ -346,6 +346,17 @@ def test_a_group_that_fits_alone_is_admitted_whatever_is_cached(windows, num_sha
     assert scheduler.num_preemptions == 0
 
 
+def test_newcomers_do_not_take_the_blocks_that_forks_to_come_need_next():
+    """Seven blocks: two for the group's prompt, three for the copies of its last one, and too few for the newcomer."""
+    _, _, scheduler = make(max_num_seqs=8, num_blocks=8, budget=32)
+    for seq in [*group_of(request(1, list(range(6)), max_tokens=2), 4), request(2, [9] * 13, max_tokens=2)]:
+        scheduler.add(seq)
+    assert [seq.request_id for seq in step(scheduler).admitted] == ["1"] * 4
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
 def test_a_group_needs_a_row_for_each():
     _, _, scheduler = make(max_num_seqs=4)
     scheduler.add(request(1, [1] * 3, max_tokens=2))

@@ -45,13 +45,13 @@ class Device:
         num_rows = config.max_num_seqs + 1
         self.slots = np.full(spec.num_blocks * spec.block_size, -1)
         self.tables = np.zeros((num_rows, spec.table_width), int)
+        self.group = self.tables[:, :: len(spec.windows)]  # the first attention group's, which sees everything
         self.newest, self.samples = np.zeros(num_rows, int), np.zeros(num_rows, int)
 
     def slots_of(self, row: int, num_tokens: int) -> np.ndarray:
         position = np.arange(num_tokens)
-        return (
-            self.tables[row, position // self.spec.block_size] * self.spec.block_size + position % self.spec.block_size
-        )
+        size = self.spec.block_size
+        return self.group[row, position // size] * size + position % size
 
     def run(self, host_step) -> list[list[int]]:
         """The tokens of each sampling row."""
@@ -59,7 +59,7 @@ class Device:
             load = RowLoad.packing(self.spec.table_width).views(buffer)
             self.tables[load.row_ids] = load.block_tables
             self.samples[load.row_ids] = load.sampling.sample_index
-        step = StepInput.packing(*host_step.bucket, self.max_num_seqs, 1).views(host_step.buffer)
+        step = StepInput.packing(*host_step.bucket, self.max_num_seqs, len(self.spec.windows)).views(host_step.buffer)
         for row, column, block in step.table_updates:
             if column < self.spec.table_width:
                 self.tables[row, column] = block
@@ -89,11 +89,17 @@ class Device:
 class Engine:
     """Scheduler, builder and device, with max_in_flight steps under way."""
 
-    def __init__(self, draw, *, max_in_flight=0, num_blocks=200, block_size=4, budget=40, max_num_seqs=8, ngram=NGRAM):
+    def __init__(
+        self, draw, *, max_in_flight=0, num_blocks=200, block_size=4, budget=40, max_num_seqs=8, ngram=NGRAM,
+        windows=(None,),
+    ):  # fmt: skip
         self.config = EngineConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, block_size=block_size, speculative_config=ngram
         )
-        spec = CacheSpec(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_MODEL_LEN)
+        spec = CacheSpec(
+            num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_MODEL_LEN, windows=windows,
+            max_num_batched_tokens=budget,
+        )  # fmt: skip
         self.kv = KVCacheManager(spec)
         self.scheduler = Scheduler(self.config, self.kv)
         self.builder = BatchBuilder(self.config, spec, vocab_size=1000)
@@ -252,6 +258,16 @@ def test_no_draft_takes_the_block_that_another_sequence_needs():
     assert [plan.num_scheduled_tokens for plan in engine.plans[:2]] == [{first: 14, second: 16}, {first: 1, second: 1}]
     assert engine.count("num_preempted") == 0 and engine.count("num_draft_tokens") > 0
     assert [seq.num_output_tokens for seq in (first, second)] == [6, 2]
+
+
+def test_no_draft_takes_a_block_of_any_attention_group_that_another_sequence_needs():
+    """Five blocks beside the prompts': two for each of the others' next tokens, and one."""
+    engine = Engine(repeat, windows=(None, 60), num_blocks=1 + 3 * 8 + 5, budget=60)
+    first = engine.add([1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4], 6)[0]
+    others = [engine.add([*range(start, start + 16)], 2)[0] for start in (20, 40)]
+    engine.run()
+    assert engine.plans[1].num_scheduled_tokens == {seq: 1 for seq in (first, *others)}
+    assert engine.count("num_preempted") == 0 and engine.count("num_draft_tokens") > 0
 
 
 def test_the_rows_of_logits_suffice_for_every_plan():
