@@ -56,7 +56,7 @@ class Admission:
                 seq.num_cached_tokens = num_found
                 plan.num_new_prompt_tokens += seq.num_prompt_tokens
             plan.num_scheduled_tokens[seq] = num_tokens
-            plan.num_prefix_queries += seq.num_tokens
+            plan.num_prefix_queries += 0 if hit is NO_HIT else seq.num_tokens
             plan.num_prefix_hits += hit.num_tokens
             plan.add_prompt_logprobs(seq, num_tokens)
             budget -= num_tokens

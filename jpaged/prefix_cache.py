@@ -60,6 +60,7 @@ class PrefixHit(NamedTuple):
 
 
 NO_HIT = PrefixHit([], 0)
+"""That of a sequence for which nobody has looked."""
 
 
 class PrefixCache:

@@ -460,6 +460,16 @@ def test_prefix_hit_is_not_computed_again_and_is_counted():
     assert (plan.num_prefix_queries, plan.num_prefix_hits, plan.num_new_prompt_tokens) == (10, 8, 10)
 
 
+@pytest.mark.parametrize(
+    ("prefix_caching", "prompt_logprobs", "num_queries"), [(True, None, 10), (False, None, 0), (True, 0, 0)]
+)
+def test_only_tokens_that_are_looked_up_count_as_queries(prefix_caching, prompt_logprobs, num_queries):
+    _, _, scheduler = make(max_num_seqs=12, prefix_caching=prefix_caching)
+    scheduler.add(request(1, [5] * 10, prompt_logprobs=prompt_logprobs))
+    plan = run_step(scheduler)
+    assert counts(plan) == {"1": 10} and plan.num_prefix_queries == num_queries
+
+
 @pytest.mark.parametrize("num_shared", range(0, 48, 4))
 @pytest.mark.parametrize("windows", [(None, 8), (8,), (None, 6, 9)])
 def test_whoever_fits_alone_is_admitted_whatever_is_cached(windows, num_shared):
