@@ -203,9 +203,11 @@ class KVCacheManager:
             self._leave_behind(seq, end)
 
     def distrust(self, seq: Sequence) -> None:
-        """Makes what seq has computed findable no more: its KV gave logits that are no numbers."""
-        for block in seq.block_table.blocks:
-            self.prefix_cache.evict(block)
+        """Makes what seq alone has computed findable no more: its KV gave logits that are no numbers. What it found in
+        the cache stays, and what others hold: a request that brings about such logits must cost nobody a prefix."""
+        for block in seq.block_table.blocks[seq.num_cached_tokens // self.block_size * self.num_groups :]:
+            if block.ref_count == 1:
+                self.prefix_cache.evict(block)
 
     def free(self, seq: Sequence) -> None:
         """Gives all blocks back, the tail first: a prefix is worth more than its continuation."""

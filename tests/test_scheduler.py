@@ -11,6 +11,7 @@ import pytest
 
 from jpaged.cache_spec import CacheSpec
 from jpaged.config import EngineConfig
+from jpaged.errors import NOT_FINITE
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
@@ -468,6 +469,24 @@ def test_only_tokens_that_are_looked_up_count_as_queries(prefix_caching, prompt_
     scheduler.add(request(1, [5] * 10, prompt_logprobs=prompt_logprobs))
     plan = run_step(scheduler)
     assert counts(plan) == {"1": 10} and plan.num_prefix_queries == num_queries
+
+
+@pytest.mark.parametrize("who", ["pinned", "running", "ended", "came later"])
+def test_a_sequence_without_numbers_takes_nothing_along_that_others_have_computed_or_hold(who):
+    _, _, scheduler = make(budget=32)
+    kv, prefix = scheduler.kv, list(range(8))
+    other, bad = request(1, prefix + [9], max_tokens=2 if who == "ended" else 9), request(2, prefix + [40] * 9)
+    for seq in (bad, other) if who == "came later" else (other, bad):
+        scheduler.add(seq)
+        run_step(scheduler)
+    if who == "pinned":
+        kv.pinned.pin(kv.pinned.hold_tail(request(0, [])), prefix)
+        scheduler.finish(other, FinishReason.ABORT)
+    plan = scheduler.schedule()
+    scheduler.update(plan, [[NOT_FINITE if seq is bad else 7] for seq in plan.sampled])
+    assert bad.finish_reason == FinishReason.ERROR and other.is_finished == (who in ("pinned", "ended"))
+    assert kv.match_prefix(request(3, prefix + [40] * 9)).num_tokens == 8
+    kv.check_invariants([other, bad])
 
 
 @pytest.mark.parametrize("num_shared", range(0, 48, 4))

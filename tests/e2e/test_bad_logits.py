@@ -49,6 +49,22 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(model, programs_dir,
     engine.close()
 
 
+def test_a_pinned_prefix_outlives_a_request_that_goes_on_from_it_without_numbers(model, programs_dir):
+    engine = make_engine(model, programs_dir, max_num_batched_tokens=8, num_blocks_override=14, max_model_len=160)
+    prefix = list(range(20, 56))  # two full blocks and four tokens
+    engine.pin_prefix(prefix)
+    while engine.has_work:
+        engine.step()
+    for _ in range(2):
+        engine.add_request("bad", [*prefix, POISON], GREEDY)
+        deltas = []
+        while engine.has_work:
+            deltas += engine.step()
+        assert (deltas[-1].finish_reason, deltas[-1].num_cached_tokens) == ("error", 36)
+        engine.kv.check_invariants([])
+    engine.close()
+
+
 def test_a_request_that_bans_every_token_that_it_allows_says_so(model, programs_dir):
     engine = make_engine(model, programs_dir, max_num_batched_tokens=8, num_blocks_override=14, max_model_len=192)
     nothing = SamplingParams(allowed_token_ids=[64], bad_words=["a"], max_tokens=3)
