@@ -118,6 +118,9 @@ class LLMEngine:
     def pin_prefix(self, token_ids: list[int]) -> None:
         """Queues a prefix to be computed once and never evicted. Raises ValueError for one that cannot be."""
         self.pins.add(token_ids)
+        self._set_room_beside_pins()
+
+    def _set_room_beside_pins(self) -> None:
         num_left = self.spec.num_usable_blocks - self.pins.num_blocks
         self.validate = dataclasses.replace(self.validate, num_usable_blocks=num_left)
 
@@ -144,7 +147,7 @@ class LLMEngine:
                 deltas = self._retire_step()
         except StepFailed as failure:
             deltas = self._settle(failure)
-        return self.pins.take(deltas) if self.pins.computing else deltas
+        return self._take_pins(deltas)
 
     def _start_step(self) -> bool:
         """Plans and dispatches a step; False where there is nothing to compute, or nothing that can be planned yet."""
@@ -174,12 +177,19 @@ class LLMEngine:
             self.in_flight.rest()
         return deltas
 
+    def _take_pins(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Keeps the prefixes that a step has completed; returns the deltas that are for others."""
+        if self.pins.computing:
+            deltas = self.pins.take(deltas)
+            self._set_room_beside_pins()  # one that failed takes none
+        return deltas
+
     def _settle(self, failure: StepFailed) -> list[OutputDelta]:
         """After a failure: what an earlier step in flight still yields, and then a fresh start."""
         deltas = []
         if len(self.in_flight) and self.scheduler.in_flight[0] is not failure.plan:
             try:
-                deltas = self._retire_step()
+                deltas = self._take_pins(self._retire_step())  # before `_recover`, which recomputes what is pinned
             except StepFailed as earlier:
                 failure = earlier
         return deltas + self._recover(failure)

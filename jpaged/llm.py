@@ -97,12 +97,12 @@ class LLM:
 
         Raises ValueError where it would leave too little room; RuntimeError where the device fails.
         """
-        engine = self.engine
-        engine.pin_prefix(self._token_ids(prompt))
+        engine, token_ids = self.engine, self._token_ids(prompt)
+        engine.pin_prefix(token_ids)
         while engine.pins.computing:
             engine.step()
-        if len(engine.kv.pinned.tables) < len(engine.pins.prefixes):
-            raise RuntimeError("a pinned prefix could not be computed: see the log")
+        if token_ids not in engine.pins.prefixes.values():
+            raise RuntimeError("the prefix could not be computed: see the log")
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes that are not pinned; False, and nothing forgotten, while requests hold blocks."""

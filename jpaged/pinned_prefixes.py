@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 
 from jpaged.block_table import BlockTable
@@ -22,15 +23,16 @@ class PinnedPrefixes:
     def __init__(self, kv: KVCacheManager, add_request: Callable[[str, list[int], SamplingParams], object]):
         self._kv = kv
         self._add_request = add_request
-        self._held: set[tuple[int, BlockHash]] = set()  # (group, content) of their blocks
+        self._numbers = count()
         self.prefixes: dict[str, list[int]] = {}  # by request id
+        self._held: dict[str, set[tuple[int, BlockHash]]] = {}  # likewise: (group, content) of their blocks
         self.computing: set[str] = set()
         self._tables: dict[str, BlockTable] = {}  # of those being computed whose last token is in a step in flight
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the prefixes take, those still to be computed included."""
-        return len(self._held)
+        return len(set().union(*self._held.values()))
 
     def add(self, token_ids: list[int]) -> None:
         """Queues a prefix. Raises ValueError where it leaves no room for a request of maximum length."""
@@ -44,18 +46,17 @@ class PinnedPrefixes:
         if tail := token_ids[num_blocks * spec.block_size :]:
             hashes.append(hash_block(hashes[-1] if hashes else root_hash(), tail))
         seen_from = spec.seen_from(num_blocks * spec.block_size)
-        held = self._held.union((group, h) for group, first in enumerate(seen_from) for h in hashes[first:])
-        total, num_most = len(held), spec.num_blocks_for(spec.max_model_len)
+        held = {(group, h) for group, first in enumerate(seen_from) for h in hashes[first:]}
+        total, num_most = len(held.union(*self._held.values())), spec.num_blocks_for(spec.max_model_len)
         if total + num_most > spec.num_usable_blocks:
             raise ValueError(
                 f"pin_prefix needs {total} blocks in all, which leaves {spec.num_usable_blocks - total} of the KV pool's "
                 f"{spec.num_usable_blocks}; a request of max_model_len ({spec.max_model_len}) needs "
                 f"{num_most}: raise kv_cache_memory_bytes or lower max_model_len"
             )
-        request_id = f"pinned prefix {len(self.prefixes)}"
+        request_id = f"pinned prefix {next(self._numbers)}"
         self._queue(request_id, token_ids)
-        self.prefixes[request_id] = list(token_ids)
-        self._held = held
+        self.prefixes[request_id], self._held[request_id] = list(token_ids), held
 
     def hold(self, sampled: Iterable[Sequence]) -> None:
         """Keeps the partly filled last blocks of prefixes whose last tokens a step was just planned to compute."""
@@ -65,18 +66,25 @@ class PinnedPrefixes:
 
     def take(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
         """Pins what a step has completed; returns the deltas that are for others. To be called before the next step is
-        planned, which might take the blocks."""
+        planned, which might take the blocks. One that failed may be pinned again."""
+        others = []
         for delta in deltas:
-            if delta.request_id in self.computing and delta.finish_reason is not None:
-                self.computing.remove(delta.request_id)
-                table = self._tables.pop(delta.request_id, None)
-                if delta.error is None:
-                    self._kv.pinned.pin(table, self.prefixes[delta.request_id])
-                else:
-                    if table is not None:
-                        self._kv.pinned.unpin(table)
-                    logger.error("%s could not be computed: %s", delta.request_id, delta.error)
-        return [delta for delta in deltas if delta.request_id not in self.prefixes]
+            if delta.request_id not in self.computing:
+                others.append(delta)
+            elif delta.finish_reason is not None:
+                self._end(delta.request_id, delta.error)
+        return others
+
+    def _end(self, request_id: str, error: str | None) -> None:
+        self.computing.remove(request_id)
+        table = self._tables.pop(request_id, None)
+        if error is None:
+            self._kv.pinned.pin(table, self.prefixes[request_id])
+            return
+        if table is not None:
+            self._kv.pinned.unpin(table)
+        del self.prefixes[request_id], self._held[request_id]
+        logger.error("%s could not be computed: %s", request_id, error)
 
     def recompute(self) -> None:
         """After the pool's content was lost."""

@@ -102,7 +102,8 @@ def drain(engine):
 
 
 def check_idle(engine, num_pinned=None):
-    num_pinned = num_pinned or (7 if engine.kv.has_windows else 4)  # a window of 24 sees two full blocks and the last
+    if num_pinned is None:
+        num_pinned = 7 if engine.kv.has_windows else 4  # a window of 24 sees two full blocks and the last
     engine.kv.check_invariants([])
     assert engine.kv.pool.num_used == len(engine.kv.pinned.blocks) == num_pinned and not engine.has_work
 
@@ -142,6 +143,38 @@ def test_pinned_prefixes_are_computed_anew_after_the_pool_was_lost(pinned, monke
     assert ask(pinned, ids)[1] == expected
     check_idle(pinned)
     assert ask(pinned, ids) == (58, expected)
+
+
+def test_a_step_that_fails_when_the_one_before_has_completed_a_pinned_prefix_loses_nothing(
+    model, programs_dir, engine, monkeypatch
+):
+    pinned = make_engine(model, programs_dir, num_blocks_override=21, max_model_len=160)
+    ids = prompt(40)
+    pinned.pin_prefix(ids)
+    pinned.step()
+    break_steps(pinned, monkeypatch, lambda number, step: number == 0)
+    request = Request(prompt(20, seed=7), GREEDY)
+    assert ask(pinned, request.prompt)[1] == run(engine, [request])[0].token_ids
+    assert ask(pinned, ids + [5])[0] == 40
+    check_idle(pinned, num_pinned=6 if engine.kv.has_windows else 3)
+    pinned.close()
+
+
+def test_a_prefix_that_the_device_fails_on_may_be_pinned_again(model, programs_dir, monkeypatch):
+    engine = make_engine(model, programs_dir, num_blocks_override=21, max_model_len=160)
+    llm = LLM.__new__(LLM)
+    llm.engine = engine
+    num_usable = engine.validate.num_usable_blocks
+    with monkeypatch.context() as broken:
+        break_steps(engine, broken, lambda number, step: True)
+        with pytest.raises(RuntimeError, match="the prefix could not be computed"):
+            llm.pin_prefix(prompt(40))
+    check_idle(engine, num_pinned=0)
+    assert engine.validate.num_usable_blocks == num_usable and not engine.pins.prefixes
+    llm.pin_prefix(prompt(50, seed=1))
+    llm.pin_prefix(prompt(40))
+    assert [ask(engine, prompt(length, seed) + [5])[0] for length, seed in ((40, 0), (50, 1))] == [40, 50]
+    engine.close()
 
 
 def test_pinned_prefixes_share_their_common_blocks_and_are_counted_once(model, programs_dir):

@@ -1,0 +1,46 @@
+"""PinnedPrefixes: each is computed once and stays; one that fails leaves nothing behind."""
+
+from test_scheduler import make, request
+
+from jpaged.outputs import OutputDelta
+from jpaged.pinned_prefixes import PinnedPrefixes
+from jpaged.scheduler import Scheduler
+from jpaged.sequence import FinishReason, Sequence
+
+
+def make_pins(**options) -> tuple[Scheduler, PinnedPrefixes]:
+    _, _, scheduler = make(budget=32, **options)
+
+    def add_request(request_id, token_ids, params):
+        scheduler.add(Sequence(request_id, token_ids, params, seed=0, max_tokens=1))
+
+    return scheduler, PinnedPrefixes(scheduler.kv, add_request)
+
+
+def run_step(scheduler: Scheduler, pins: PinnedPrefixes, *failing: str) -> None:
+    """What the engine does; failing are the ids of requests that end with an error."""
+    plan = scheduler.schedule()
+    pins.hold(plan.sampled)
+    for seq in plan.sampled:
+        if seq.request_id in failing:
+            scheduler.finish(seq, FinishReason.ERROR)
+    scheduler.update(plan, [[7] for _ in plan.sampled])
+    errors = {seq: "no luck" if seq.request_id in failing else None for seq in plan.sampled}
+    deltas = [OutputDelta(s.request_id, "", [], finish_reason=s.finish_reason, error=e) for s, e in errors.items()]
+    assert pins.take(deltas) == [delta for delta in deltas if not delta.request_id.startswith("pinned")]
+    scheduler.kv.check_invariants(scheduler.sequences)
+
+
+def test_a_prefix_that_fails_gives_its_blocks_back_and_may_be_pinned_again():
+    scheduler, pins = make_pins()
+    first, second = list(range(10)), list(range(8)) + [90] * 6
+    pins.add(first)
+    pins.add(second)
+    assert pins.num_blocks == 5 and list(pins.prefixes) == ["pinned prefix 0", "pinned prefix 1"]
+    run_step(scheduler, pins, "pinned prefix 0")
+    assert list(pins.prefixes.values()) == [second] and pins.num_blocks == scheduler.kv.pool.num_used == 4
+    pins.add(first)
+    assert len(pins.prefixes) == 2 and pins.num_blocks == 5
+    run_step(scheduler, pins)
+    assert not pins.computing and scheduler.kv.pool.num_used == 5
+    assert scheduler.kv.match_prefix(request(1, first + [1])).num_tokens == 10
