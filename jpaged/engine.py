@@ -16,7 +16,7 @@ from jpaged.metrics import EngineMetrics
 from jpaged.model_runner import ModelRunner
 from jpaged.output_processor import RequestState
 from jpaged.outputs import OutputDelta, RequestMetrics
-from jpaged.pinned_prefixes import PinnedPrefixes, read_prefix
+from jpaged.pinned_prefixes import PARAMS, PinnedPrefixes, read_prefix
 from jpaged.request_check import RequestCheck
 from jpaged.result_processor import ResultProcessor
 from jpaged.sampling_params import SamplingParams
@@ -117,6 +117,7 @@ class LLMEngine:
 
     def pin_prefix(self, token_ids: list[int]) -> None:
         """Queues a prefix to be computed once and never evicted. Raises ValueError for one that cannot be."""
+        self.validate(token_ids, PARAMS)
         self.pins.add(token_ids)
         self._set_room_beside_pins()
 

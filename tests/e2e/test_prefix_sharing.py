@@ -194,8 +194,9 @@ def test_pinned_prefixes_share_their_common_blocks_and_are_counted_once(model, p
         ValueError, match=r"pin_prefix needs 15 blocks in all.*of the KV pool's 20.*max_model_len \(160\) needs 10"
     ):
         llm.pin_prefix(prompt(150, seed=3))
-    with pytest.raises(ValueError, match=r"token id 999"):
-        llm.pin_prefix([999] * 20)
+    for wrong in (999, 2**70):
+        with pytest.raises(ValueError, match=f"token id {wrong}"):
+            llm.pin_prefix([wrong] * 20)
     check_idle(engine, num_pinned=5)
     assert engine.pins.num_blocks == 5
     llm.pin_prefix([9, 8, 7])  # less than a block
