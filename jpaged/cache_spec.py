@@ -51,6 +51,11 @@ class CacheSpec:
             for window in self.windows
         )
 
+    def num_blocks_for_samples(self, num_prompt: int, max_tokens: int, num_samples: int) -> int:
+        """The same of a request's samples, which share the prompt's full blocks and may share nothing else. The last
+        token of each is never computed."""
+        return self.num_blocks_for(num_prompt + max_tokens - 1, num_samples, num_prompt // self.block_size)
+
     def _most(self, num_logical: int, window: int | None) -> int:
         """The most blocks that one group holds of so many: what a step of the longest chunk writes and sees."""
         if window is None:

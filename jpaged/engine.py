@@ -118,7 +118,7 @@ class LLMEngine:
     def pin_prefix(self, token_ids: list[int]) -> None:
         """Queues a prefix to be computed once and never evicted. Raises ValueError for one that cannot be."""
         self.validate(token_ids, PARAMS)
-        self.pins.add(token_ids)
+        self.pins.add(token_ids, self.scheduler.sequences)
         self._set_room_beside_pins()
 
     def _set_room_beside_pins(self) -> None:

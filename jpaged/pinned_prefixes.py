@@ -34,8 +34,9 @@ class PinnedPrefixes:
         """Blocks that the prefixes take, those still to be computed included."""
         return len(set().union(*self._held.values()))
 
-    def add(self, token_ids: list[int]) -> None:
-        """Queues a prefix. Raises ValueError where it leaves no room for a request of maximum length."""
+    def add(self, token_ids: list[int], sequences: Iterable[Sequence]) -> None:
+        """Queues a prefix. Raises ValueError where it leaves no room for a request of maximum length, or for those of
+        sequences, which have been taken."""
         kv, spec = self._kv, self._kv.spec
         if not kv.enable_prefix_caching:
             raise ValueError("pin_prefix needs enable_prefix_caching")
@@ -47,12 +48,17 @@ class PinnedPrefixes:
             hashes.append(hash_block(hashes[-1] if hashes else root_hash(), tail))
         seen_from = spec.seen_from(num_blocks * spec.block_size)
         held = {(group, h) for group, first in enumerate(seen_from) for h in hashes[first:]}
-        total, num_most = len(held.union(*self._held.values())), spec.num_blocks_for(spec.max_model_len)
-        if total + num_most > spec.num_usable_blocks:
+        total, limit, needs = len(held.union(*self._held.values())), spec.num_usable_blocks, {}
+        needs[f"a request of max_model_len ({spec.max_model_len})"] = spec.num_blocks_for(spec.max_model_len)
+        for seq in sequences:
+            if seq.group is not None:  # several samples may need more than one sequence of any length
+                samples = seq.num_prompt_tokens, seq.max_tokens, len(seq.group.unfinished)
+                needs[f"request {seq.request_id}"] = spec.num_blocks_for_samples(*samples)
+        who = max(needs, key=needs.get)
+        if total + needs[who] > limit:
             raise ValueError(
-                f"pin_prefix needs {total} blocks in all, which leaves {spec.num_usable_blocks - total} of the KV pool's "
-                f"{spec.num_usable_blocks}; a request of max_model_len ({spec.max_model_len}) needs "
-                f"{num_most}: raise kv_cache_memory_bytes or lower max_model_len"
+                f"pin_prefix needs {total} blocks in all, which leaves {limit - total} of the KV pool's {limit}; "
+                f"{who} needs {needs[who]}: raise kv_cache_memory_bytes or lower max_model_len"
             )
         request_id = f"pinned prefix {next(self._numbers)}"
         self._queue(request_id, token_ids)

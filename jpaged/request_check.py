@@ -101,7 +101,6 @@ class RequestCheck:
             )
 
     def _check_samples(self, num_prompt: int, params: SamplingParams) -> None:
-        """Several samples share the prompt's full blocks and may share nothing else."""
         name = "n" if params.best_of is None else "best_of"
         if params.num_samples > self.max_num_seqs:
             raise ValueError(f"{name} is {params.num_samples}; the limit is {self.max_num_seqs} (max_num_seqs)")
@@ -111,8 +110,7 @@ class RequestCheck:
                 f"{self.max_num_edited_seqs} (max_num_edited_seqs)"
             )
         max_tokens = max(self.max_tokens(num_prompt, params), params.min_tokens, 1)
-        num_shared = num_prompt // self.spec.block_size
-        num_needed = self.spec.num_blocks_for(num_prompt + max_tokens - 1, params.num_samples, num_shared)
+        num_needed = self.spec.num_blocks_for_samples(num_prompt, max_tokens, params.num_samples)
         if num_needed > self.num_usable_blocks:
             raise ValueError(
                 f"{params.num_samples} samples ({name}) of {num_prompt} prompt tokens and {max_tokens} more need "

@@ -1,11 +1,13 @@
 """PinnedPrefixes: each is computed once and stays; one that fails leaves nothing behind."""
 
+import pytest
 from test_scheduler import make, request
 
 from jpaged.outputs import OutputDelta
 from jpaged.pinned_prefixes import PinnedPrefixes
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import FinishReason, Sequence
+from jpaged.sequence_group import SequenceGroup
 
 
 def make_pins(**options) -> tuple[Scheduler, PinnedPrefixes]:
@@ -34,13 +36,25 @@ def run_step(scheduler: Scheduler, pins: PinnedPrefixes, *failing: str) -> None:
 def test_a_prefix_that_fails_gives_its_blocks_back_and_may_be_pinned_again():
     scheduler, pins = make_pins()
     first, second = list(range(10)), list(range(8)) + [90] * 6
-    pins.add(first)
-    pins.add(second)
+    pins.add(first, [])
+    pins.add(second, [])
     assert pins.num_blocks == 5 and list(pins.prefixes) == ["pinned prefix 0", "pinned prefix 1"]
     run_step(scheduler, pins, "pinned prefix 0")
     assert list(pins.prefixes.values()) == [second] and pins.num_blocks == scheduler.kv.pool.num_used == 4
-    pins.add(first)
+    pins.add(first, [])
     assert len(pins.prefixes) == 2 and pins.num_blocks == 5
     run_step(scheduler, pins)
     assert not pins.computing and scheduler.kv.pool.num_used == 5
     assert scheduler.kv.match_prefix(request(1, first + [1])).num_tokens == 10
+
+
+def test_a_prefix_is_refused_that_would_take_the_room_of_a_request_that_waits():
+    scheduler, pins = make_pins(num_blocks=1 + 12 + 12)  # twice the longest sequence
+    for seq in SequenceGroup(request(1, list(range(40, 48)), max_tokens=29), 3).sequences:  # 2 blocks and 3 times 7
+        scheduler.add(seq)
+    with pytest.raises(ValueError, match=r"^pin_prefix needs 2 blocks .* leaves 22 .* 24; request 1 needs 23: raise"):
+        pins.add(list(range(8)), scheduler.sequences)
+    assert not pins.prefixes and pins.num_blocks == 0
+    pins.add(list(range(4)), scheduler.sequences)
+    with pytest.raises(ValueError, match=r"^pin_prefix needs 13 blocks .*; a request of max_model_len \(48\) needs 12"):
+        pins.add(list(range(40, 88)), [])

@@ -134,8 +134,7 @@ class GroupWalk(Walk):
             self.scheduler.add(seq)
 
     def worst_case(self, seq: Sequence, n: int) -> int:
-        num_shared = seq.num_prompt_tokens // self.spec.block_size
-        return self.spec.num_blocks_for(seq.num_prompt_tokens + seq.max_tokens - 1, n, num_shared)
+        return self.spec.num_blocks_for_samples(seq.num_prompt_tokens, seq.max_tokens, n)
 
     def check(self, plan: SchedulerOutput) -> None:
         scheduled, running = plan.num_scheduled_tokens, self.scheduler.running
@@ -329,7 +328,7 @@ def test_a_group_waits_until_all_of_it_fits():
 def test_a_group_that_fits_alone_is_admitted_whatever_is_cached(windows, num_shared):
     prompt = list(range(30))
     spec = make(budget=8, windows=windows)[1]
-    num_blocks = 1 + spec.num_blocks_for(30 + 12 - 1, num_samples=3, num_shared=30 // 4)
+    num_blocks = 1 + spec.num_blocks_for_samples(30, 12, num_samples=3)
     _, _, scheduler = make(budget=8, windows=windows, num_blocks=num_blocks)
     scheduler.add(request(1, prompt[:num_shared] + [99], max_tokens=1))
     while scheduler.has_work:
