@@ -65,6 +65,8 @@ class Speculation:
             drawn = [token for of_row in token_ids[row : row + 1 + len(draft)] for token in of_row]
             if draft and not seq.is_finished:
                 num_accepted = next((i for i, token in enumerate(draft) if token != drawn[i]), len(draft))
+                if num_accepted and drawn[num_accepted] < 0:
+                    num_accepted -= 1  # the token before an error may end the text; where not, the error comes alone
                 drawn = drawn[: num_accepted + 1]
                 plan.limits[index] = len(drawn)
                 plan.num_accepted_tokens += num_accepted

@@ -14,6 +14,7 @@ from jpaged.batch import BatchBuilder
 from jpaged.cache_spec import CacheSpec
 from jpaged.config import EngineConfig
 from jpaged.device_state import RowLoad
+from jpaged.errors import NOT_FINITE
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
@@ -305,6 +306,23 @@ def test_only_accepted_tokens_are_cached():
     for block in cached:
         content = tuple(engine.device.slots[block.block_id * 4 : block.block_id * 4 + 4].tolist())
         assert any(tokens[i : i + 4] == content for tokens in whole for i in range(0, len(tokens) - 3, 4))
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+def test_an_error_never_comes_with_the_tokens_before_it(max_in_flight):
+    """One of them may complete a stop string, which ends the request first, as where the tokens come one by one."""
+    for num_right in range(1, 20):
+        engine = Engine(
+            lambda tokens, _: tokens[-5] if len(tokens) < 15 + num_right else NOT_FINITE, max_in_flight=max_in_flight
+        )
+        (seq,) = engine.add([1, 2, 3, 4, 5] * 3, 40)
+        while not seq.is_finished:
+            num_before = seq.num_output_tokens
+            engine.step()
+            assert seq.error is None or seq.num_output_tokens == num_before
+        assert seq.output_token_ids == ([1, 2, 3, 4, 5] * 4)[:num_right] and seq.finish_reason == FinishReason.ERROR
+        engine.run()
+    assert engine.count("num_accepted_tokens") > 0
 
 
 def test_what_others_will_fork_from_is_not_drafted_after():
