@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from string import ascii_uppercase
 
+from jpaged.metrics import Levels
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence
 
@@ -18,7 +19,8 @@ def snapshot(scheduler: Scheduler) -> dict:
     """Every block, table and queue, as data that json can write.
 
     Slots count as filled when a step that fills them was planned: one or more may still be in flight. A table has an
-    entry of each attention group for every logical block; 0 where the group's window has passed it.
+    entry of each attention group for every logical block; 0 where the group's window has passed it. Forks are samples
+    of those that run that have not started yet. The source of a copy that is still to be made has an owner more for it.
     """
     kv = scheduler.kv
     filled = kv.pinned.num_filled
@@ -45,10 +47,26 @@ def snapshot(scheduler: Scheduler) -> dict:
         "free_queue": [block.block_id for block in kv.pool.free_queue()],
         "pinned": [table.block_ids() for table in kv.pinned.tables],
         "running": [_sequence(seq) for seq in scheduler.running],
+        "forks": [_sequence(seq) for seq in scheduler.forks.children],
         "waiting": [_sequence(seq) for seq in scheduler.waiting],
+        "copies": [[copy.source.block_id, copy.destination.block_id] for copy in kv.copies],
         "swap_space": {"capacity": kv.swap_space.capacity, "used": kv.swap_space.num_used},
         "num_steps_in_flight": len(scheduler.in_flight),
     }
+
+
+def levels(scheduler: Scheduler) -> Levels:
+    kv = scheduler.kv
+    return Levels(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_forks=len(scheduler.forks),
+        num_copies=len(kv.copies),
+        num_logical_blocks=kv.pool.num_owned,
+        num_physical_blocks=kv.pool.num_used,
+        kv_cache_usage=kv.usage,
+        kv_cache_sharing=kv.sharing,
+    )
 
 
 def num_blocks_of_groups(scheduler: Scheduler) -> list[int]:
@@ -85,6 +103,8 @@ def memory_map(state: dict, decode: Callable[[list[int]], str] | None = None) ->
         lines += [*_sequence_lines(seq, letters[_name(seq)], blocks, state, decode), ""]
     if num_more := len(state["running"]) - len(shown):
         lines += [f"and {num_more} more that run", ""]
+    if num_forks := len(state["forks"]):
+        lines += [f"{num_forks} samples have yet to fork from those that run", ""]
     lines += _waiting_lines(state)
     return "\n".join(lines).rstrip()
 
@@ -104,6 +124,8 @@ def _pool_lines(state: dict, letters: dict[str, str]) -> Iterator[str]:
     if num_used:
         saved = 1 - num_used / num_logical
         yield f"         {num_logical} logical blocks in {num_used} physical: sharing saves {saved:.0%}"
+    if num_copies := len(state["copies"]):
+        yield f"         {num_copies} blocks are to be copied before the next step"
     owner = {block_id: letters.get(_name(seq), MANY) for seq in state["running"] for block_id in seq["table"]}
     yield ""
     for begin in range(0, len(blocks), BLOCKS_A_LINE):

@@ -131,8 +131,7 @@ class LLMEngine:
         if state is None:
             return []
         deltas = self.results.give_up(state, FinishReason.ABORT)
-        levels = len(self.scheduler.running), len(self.scheduler.waiting), self.kv.usage, self.kv.sharing
-        self.metrics.set_levels(*levels)
+        self.metrics.levels = debug.levels(self.scheduler)
         return deltas
 
     def step(self) -> list[OutputDelta]:
@@ -225,15 +224,12 @@ class LLMEngine:
         return debug.memory_map(self.snapshot(), self.tokenizer.decode)
 
     def stats(self) -> dict[str, float]:
-        """What is in the engine now, sequences and the blocks that they hold and share; and what came of all drafts."""
-        pool = self.kv.pool
+        """What is in the engine now, sequences and the blocks that they hold and share, of each attention group where
+        there are several; and what came of all drafts."""
+        groups = debug.num_blocks_of_groups(self.scheduler) if self.kv.num_groups > 1 else []
         return {
-            "num_running": len(self.scheduler.running),
-            "num_waiting": len(self.scheduler.waiting),
-            "num_logical_blocks": pool.num_owned,
-            "num_physical_blocks": pool.num_used,
-            "kv_cache_usage": self.kv.usage,
-            "kv_cache_sharing": self.kv.sharing,
+            **debug.levels(self.scheduler)._asdict(),
+            **{f"num_blocks_of_group_{group}": count for group, count in enumerate(groups)},
             "spec_decode_num_draft_tokens": self.metrics.num_draft_tokens,
             "spec_decode_num_accepted_tokens": self.metrics.num_accepted_tokens,
         }

@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -26,18 +27,24 @@ REQUEST_TOKENS = (
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
-@dataclass(slots=True)
-class StepStats:
-    """What one engine step did.
-
-    num_running, num_waiting, kv_cache_usage (0..1) and kv_cache_sharing (logical blocks over physical ones, from 1) are
-    levels after the step, the rest happened in it.
-    """
+class Levels(NamedTuple):
+    """What is in the engine at a moment: sequences, and the blocks that they hold and share."""
 
     num_running: int = 0
     num_waiting: int = 0
-    kv_cache_usage: float = 0.0
-    kv_cache_sharing: float = 1.0
+    num_forks: int = 0  # to come: samples of those that run that have not started yet
+    num_copies: int = 0  # of blocks, to be made before the next step
+    num_logical_blocks: int = 0
+    num_physical_blocks: int = 0
+    kv_cache_usage: float = 0.0  # 0 to 1
+    kv_cache_sharing: float = 1.0  # logical blocks over physical ones
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What one engine step did, and the levels after it."""
+
+    levels: Levels
     num_scheduled_tokens: int = 0
     num_padding_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -54,7 +61,8 @@ class StepStats:
 class EngineMetrics:
     """Every metric of one engine, in a registry of its own.
 
-    The engine thread calls on_step, set_levels, on_inter_token_latency and on_finished; any thread calls the rest.
+    The engine thread calls on_step, on_inter_token_latency and on_finished, and sets levels, which may change between
+    steps, as by an abort; any thread calls the rest.
     Numbers are plain attributes that become Prometheus families only when someone asks: a step costs about two
     microseconds, whatever the number of requests. prefix may be changed at any time.
     """
@@ -62,10 +70,7 @@ class EngineMetrics:
     def __init__(self, model_name: str, prefix: str = DEFAULT_PREFIX):
         self.model_name = model_name
         self.prefix = prefix
-        self.num_running = 0
-        self.num_waiting = 0
-        self.kv_cache_usage = 0.0
-        self.kv_cache_sharing = 1.0
+        self.levels = Levels()
         self.cache_config: dict[str, str] = {}
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
@@ -95,7 +100,7 @@ class EngineMetrics:
         self._registry.register(self)
 
     def on_step(self, stats: StepStats) -> None:
-        self.set_levels(stats.num_running, stats.num_waiting, stats.kv_cache_usage, stats.kv_cache_sharing)
+        self.levels = stats.levels
         self.prefix_cache_queries += stats.prefix_cache_queries
         self.prefix_cache_hits += stats.prefix_cache_hits
         self.num_preemptions += stats.num_preemptions
@@ -107,15 +112,6 @@ class EngineMetrics:
         self.padding_tokens += stats.num_padding_tokens
         self.iteration_tokens.observe(stats.num_scheduled_tokens)
         self.host_gap.observe(stats.host_gap_seconds)
-
-    def set_levels(
-        self, num_running: int, num_waiting: int, kv_cache_usage: float, kv_cache_sharing: float = 1.0
-    ) -> None:
-        """For what changes the levels between steps, as an abort does when nothing else runs."""
-        self.num_running = num_running
-        self.num_waiting = num_waiting
-        self.kv_cache_usage = kv_cache_usage
-        self.kv_cache_sharing = kv_cache_sharing
 
     def on_inter_token_latency(self, seconds: float, num_tokens: int = 1) -> None:
         """num_tokens tokens each came `seconds` after the one before in its request: one call serves a whole step."""
@@ -203,11 +199,14 @@ class EngineMetrics:
             yield family
 
     def _gauges(self) -> Iterable[tuple[str, str, float]]:
+        levels = self.levels
         return (
-            ("num_requests_running", "Requests that run", self.num_running),
-            ("num_requests_waiting", "Requests that wait for room", self.num_waiting),
-            ("kv_cache_usage_perc", "Used part of the KV pool, 0 to 1", self.kv_cache_usage),
-            ("kv_cache_sharing_ratio", "Logical over physical blocks in use, from 1", self.kv_cache_sharing),
+            ("num_requests_running", "Requests that run", levels.num_running),
+            ("num_requests_waiting", "Requests that wait for room", levels.num_waiting),
+            ("num_forks_to_come", "Samples of running requests that have not started yet", levels.num_forks),
+            ("num_block_copies_to_come", "Blocks to be copied before the next step", levels.num_copies),
+            ("kv_cache_usage_perc", "Used part of the KV pool, 0 to 1", levels.kv_cache_usage),
+            ("kv_cache_sharing_ratio", "Logical over physical blocks in use, from 1", levels.kv_cache_sharing),
         )
 
     def _counters(self) -> Iterable[tuple[str, str, float]]:

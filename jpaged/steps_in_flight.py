@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from jpaged.batch import HostStep
+from jpaged.debug import levels
 from jpaged.errors import KernelCheckFailed
 from jpaged.metrics import StepStats
 from jpaged.model_runner import ModelRunner, PendingResult, StepResult
@@ -34,10 +35,7 @@ class StepInFlight:
         """What it did, and the levels now that its result is in."""
         plan = self.plan
         return StepStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            kv_cache_usage=scheduler.kv.usage,
-            kv_cache_sharing=scheduler.kv.sharing,
+            levels=levels(scheduler),
             num_scheduled_tokens=plan.num_tokens,
             num_padding_tokens=self.num_padding_tokens,
             num_prompt_tokens=plan.num_new_prompt_tokens,

@@ -4,8 +4,9 @@ import json
 
 import pytest
 from test_scheduler import Walk, fake_tokens, make, request
+from test_sequence_group import group_of
 
-from jpaged.debug import memory_map, snapshot
+from jpaged.debug import levels, memory_map, snapshot
 from jpaged.swapping import swap_out
 
 
@@ -81,6 +82,27 @@ def test_a_snapshot_of_any_walk_agrees_with_the_pool_and_fits_the_page(seed):
         assert sum(state["num_blocks_of_groups"]) == len(held) and len(state["windows"]) == len(walk.spec.windows)
         for decode in (None, str):
             assert all(len(line) <= 100 for line in memory_map(state, decode).splitlines())
+
+
+def test_forks_to_come_and_copies_to_make_are_told():
+    _, _, scheduler = make(budget=4)
+    seqs = group_of(request(1, list(range(6)), max_tokens=4), 4)
+    for seq in seqs:
+        scheduler.add(seq)
+    run_step(scheduler)
+    state = snapshot(scheduler)
+    assert [seq["sample"] for seq in state["running"] + state["forks"]] == [0, 1, 2, 3] and not state["waiting"]
+    assert (levels(scheduler).num_running, levels(scheduler).num_forks) == (1, 3)
+    assert "3 samples have yet to fork from those that run" in memory_map(state).splitlines()
+
+    run_step(scheduler)
+    for seq in seqs[:2]:
+        assert scheduler.kv.allocate_slots(seq, 1)  # as for a step that is given up before it is planned whole
+    state = snapshot(scheduler)
+    held = [i for seq in state["running"] for i in seq["table"]] + [source for source, _ in state["copies"]]
+    assert [block["owners"] for block in state["blocks"]] == [held.count(block["id"]) for block in state["blocks"]]
+    assert len(state["copies"]) == levels(scheduler).num_copies == 2 and not state["forks"]
+    assert "         2 blocks are to be copied before the next step" in memory_map(state).splitlines()
 
 
 def test_what_is_swapped_out_is_told():

@@ -6,11 +6,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jpaged.histogram import Histogram
-from jpaged.metrics import EngineMetrics, StepStats
+from jpaged.metrics import EngineMetrics, Levels, StepStats
 from jpaged.outputs import RequestMetrics
 
 NAMES = {
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_cache_sharing_ratio", "cache_config_info",
+    "num_requests_running", "num_requests_waiting", "num_forks_to_come", "num_block_copies_to_come",
+    "kv_cache_usage_perc", "kv_cache_sharing_ratio", "cache_config_info",
     "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_swapped_out", "prompt_tokens", "generation_tokens",
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "request_success", "admission_rejections", "time_to_first_token_seconds", "inter_token_latency_seconds",
@@ -48,10 +49,7 @@ def test_steps_add_up_and_levels_follow_the_last(metrics):
     for num_running in (3, 2):
         metrics.on_step(
             StepStats(
-                num_running=num_running,
-                num_waiting=1,
-                kv_cache_usage=0.25,
-                kv_cache_sharing=1.5,
+                Levels(num_running, 1, num_forks=3, num_copies=2, kv_cache_usage=0.25, kv_cache_sharing=1.5),
                 num_scheduled_tokens=10,
                 num_padding_tokens=6,
                 num_prompt_tokens=8,
@@ -67,6 +65,8 @@ def test_steps_add_up_and_levels_follow_the_last(metrics):
     read = samples(metrics)
     assert read["jpaged:num_requests_running"] == 2
     assert read["jpaged:num_requests_waiting"] == 1
+    assert read["jpaged:num_forks_to_come"] == 3
+    assert read["jpaged:num_block_copies_to_come"] == 2
     assert read["jpaged:kv_cache_usage_perc"] == 0.25
     assert read["jpaged:kv_cache_sharing_ratio"] == 1.5
     assert read["jpaged:prompt_tokens_total"] == 16
@@ -84,8 +84,8 @@ def test_steps_add_up_and_levels_follow_the_last(metrics):
 
 
 def test_levels_can_change_between_steps(metrics):
-    metrics.on_step(StepStats(num_running=1, kv_cache_usage=0.5))
-    metrics.set_levels(0, 0, 0.0)
+    metrics.on_step(StepStats(Levels(num_running=1, kv_cache_usage=0.5)))
+    metrics.levels = Levels()
     read = samples(metrics)
     assert read["jpaged:num_requests_running"] == read["jpaged:kv_cache_usage_perc"] == 0
 
@@ -135,7 +135,7 @@ def test_a_bulk_observation_equals_single_ones():
 
 
 def test_snapshot_says_what_a_scrape_says(metrics):
-    metrics.on_step(StepStats(num_running=2, num_generation_tokens=2))
+    metrics.on_step(StepStats(Levels(num_running=2), num_generation_tokens=2))
     metrics.on_inter_token_latency(0.02, 2)
     metrics.on_compile("warmup")
     snapshot, read = metrics.snapshot(), samples(metrics)
@@ -147,12 +147,12 @@ def test_snapshot_says_what_a_scrape_says(metrics):
 
 def test_two_engines_do_not_share_a_number():
     first, second = EngineMetrics("a"), EngineMetrics("b")
-    first.on_step(StepStats(num_generation_tokens=5))
+    first.on_step(StepStats(Levels(), num_generation_tokens=5))
     assert second.snapshot()["generation_tokens"] == 0
 
 
 def test_a_step_of_256_requests_costs_microseconds(metrics):
-    stats = StepStats(num_running=256, num_scheduled_tokens=256, num_generation_tokens=256, host_gap_seconds=1e-4)
+    stats = StepStats(Levels(256), num_scheduled_tokens=256, num_generation_tokens=256, host_gap_seconds=1e-4)
     seconds = min(
         timeit.repeat(
             lambda: (metrics.on_step(stats), metrics.on_inter_token_latency(0.01, 256)), number=1000, repeat=5

@@ -84,6 +84,8 @@ def test_a_sequence_never_holds_more_of_a_windowed_group_than_a_step_sees_and_wr
     while engine.has_work:
         engine.step()
         held = engine.snapshot()["num_blocks_of_groups"]
+        told = [count for name, count in engine.stats().items() if name.startswith("num_blocks_of_group")]
+        assert told == (held if len(held) > 1 else [])
         most = list(map(max, most, held))
         if engine.scheduler.running and engine.scheduler.running[0].num_tokens == len(prompt) + 50:
             late = held

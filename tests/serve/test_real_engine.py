@@ -205,7 +205,7 @@ def test_the_prefix_cache_is_reset_over_http_in_developer_mode_alone(client, ser
     usage = complete(client, "another prompt of many words, long enough", max_tokens=1)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     with client.stream("POST", "/v1/completions", json=GREEDY | {"prompt": "x", "max_tokens": 200, "stream": True}):
-        wait_until(lambda: engine.metrics.num_running)
+        wait_until(lambda: engine.metrics.levels.num_running)
         error = developer.post("/reset_prefix_cache").json()["error"]
     assert (error["code"], error["type"]) == (409, "ConflictError") and "in use" in error["message"]
 
