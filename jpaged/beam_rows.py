@@ -14,10 +14,13 @@ class BeamRows:
         self.kv = kv
         self._moved: list[Sequence] = []  # whose rows on the device hold what they were before
 
-    def move(self, beams: list[Sequence], moves: list[Move]) -> None:
-        """Lets each beam go on from its parent: those of no further use are freed, the others forked, then all grow."""
+    def mark_computed(self, beams: list[Sequence]) -> None:
+        """Makes the blocks that the newest token of each has filled findable, before the beams move or end."""
         for seq in beams:
             self.kv.mark_computed(seq, seq.num_tokens - 1, seq.num_tokens)
+
+    def move(self, beams: list[Sequence], moves: list[Move]) -> None:
+        """Lets each beam go on from its parent: those of no further use are freed, the others forked, then all grow."""
         replaced = [move for move in moves if move.parent != move.beam]
         for move in replaced:
             self.kv.free(beams[move.beam])

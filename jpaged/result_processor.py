@@ -105,6 +105,7 @@ class ResultProcessor:
         state.metrics.first_token_time = state.metrics.first_token_time or now
         if not beams.report(seq.index, best_tokens(result, row, beams.num_candidates)):
             return []
+        self.scheduler.beam_rows.mark_computed(beams.sequences)
         moves = beams.advance()
         if moves is not None:
             self.scheduler.beam_rows.move(beams.sequences, moves)

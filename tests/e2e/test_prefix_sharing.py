@@ -69,6 +69,32 @@ def test_a_preempted_request_finds_its_own_prefix_again(llm, engine):
     assert engine.metrics.prefix_cache_hits > before or engine.kv.has_windows
 
 
+@pytest.mark.parametrize("length", [80, 341])
+def test_a_shared_prefix_costs_each_request_its_full_blocks_less(model, programs_dir, length):
+    """The prompts of the PagedAttention paper's section 6.4."""
+    engine = make_engine(model, programs_dir)
+    prefix = prompt(length)
+    run(engine, [Request(prefix, GREEDY)])
+    tokens = engine.metrics.iteration_tokens
+    computed, num_decodes = tokens.total, 3 * (GREEDY.max_tokens - 1)
+    own = [prompt(30, seed) for seed in (1, 2, 3)]
+    run(engine, [Request(prefix + tail, GREEDY) for tail in own])
+    assert tokens.total - computed - num_decodes == 3 * (length + 30 - length // BLOCK * BLOCK)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [{"temperature": 1.0, "seed": 1}, {"temperature": 0, "use_beam_search": True}], ids=str)
+def test_what_samples_and_beams_have_computed_is_found(model, programs_dir, kind):
+    engine = make_engine(model, programs_dir, block_size=4, max_model_len=160)
+    ids = prompt(10)
+    outputs = run(engine, [Request(ids, SamplingParams(n=4, max_tokens=15, ignore_eos=True, **kind))])
+    for output in outputs:
+        text = ids + output.token_ids  # whose last token was never computed
+        num_hits, _ = hits(engine, Request(text, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)))
+        assert num_hits == (len(text) - 1) // 4 * 4
+    engine.close()
+
+
 def test_the_cache_is_reset_only_while_nobody_holds_blocks(llm, engine):
     request = Request(prompt(40), GREEDY)
     hits(engine, request)
@@ -161,7 +187,7 @@ def test_a_step_that_fails_when_the_one_before_has_completed_a_pinned_prefix_los
 
 
 def test_a_prefix_that_the_device_fails_on_may_be_pinned_again(model, programs_dir, monkeypatch):
-    engine = make_engine(model, programs_dir, num_blocks_override=21, max_model_len=160)
+    engine = make_engine(model, programs_dir, max_model_len=96)
     llm = LLM.__new__(LLM)
     llm.engine = engine
     num_usable = engine.validate.num_usable_blocks
