@@ -7,7 +7,7 @@ from engines import CLOSE, Request, assert_equal, count_swaps, make_engine, run_
 
 from jpaged.sampling_params import SamplingParams
 
-LENGTH = 40
+LENGTH = 66
 
 
 def make_requests() -> list[Request]:
@@ -23,7 +23,7 @@ def make_requests() -> list[Request]:
     beams = {"n": 4, "use_beam_search": True, "logprobs": None, "max_tokens": 12}
     return [
         Request(known, params()),
-        Request(prompt(20), params(n=4, temperature=1.0, seed=5)),
+        Request(prompt(20), params(n=4, temperature=1.0, seed=5, max_tokens=40)),
         Request(prompt(18), params(**beams)),
         Request(prompt(6) * 5, params()),
         Request(known + prompt(3), params(temperature=0.8, top_p=0.9, seed=6)),  # the first one's prefix is cached
@@ -46,8 +46,8 @@ def test_each_request_gives_in_the_batch_what_it_gives_alone(model, programs_dir
     )  # fmt: skip
     swaps = count_swaps(small)
     run_whole(small, requests[:1])  # what it leaves in the cache is there for others, and for itself
-    together = run_whole(small, requests, check_every_step=True)
-    for one, other in zip(alone, together, strict=True):
+    together = run_whole(small, 2 * requests, check_every_step=True)
+    for one, other in zip(2 * alone, together, strict=True):
         assert_equal(one.outputs, other.outputs)
         assert_prompts_equal(one.prompt_logprobs, other.prompt_logprobs)
     assert swaps and small.metrics.prefix_cache_hits > 0 and small.metrics.num_accepted_tokens > 0
