@@ -120,6 +120,10 @@ def test_preempted_every_few_steps_equals_not_preempted(model, programs_dir, exp
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SMALL_POOLS.values(), ids=SMALL_POOLS)
 def test_the_equalities_in_every_small_pool(model, programs_dir, expected, options):
+    check_small_pool(model, programs_dir, expected, options)
+
+
+def check_small_pool(model, programs_dir, expected, options):
     small = make_engine(model, programs_dir, max_model_len=60, max_num_batched_tokens=16, **options)
     check_equal(small, expected, times=3)
     assert small.scheduler.num_preemptions > 0
@@ -127,10 +131,12 @@ def test_the_equalities_in_every_small_pool(model, programs_dir, expected, optio
 
 
 @pytest.mark.slow
-def test_samples_of_the_real_model_equal_those_computed_separately(programs_dir, monkeypatch):
+def test_the_equalities_hold_of_the_real_model(programs_dir, monkeypatch):
     plain = make_engine(DEFAULT_MODEL, programs_dir, enable_prefix_caching=False)
-    check_equal(plain, separately(plain, group_requests(), monkeypatch))
+    expected = separately(plain, group_requests(), monkeypatch)
     plain.close()
+    for name in ("4", "16, several decodes", "64"):
+        check_small_pool(DEFAULT_MODEL, programs_dir, expected, SMALL_POOLS[name])
 
 
 def test_several_decodes_in_a_row_change_no_sample(model, programs_dir, engine):
