@@ -99,6 +99,21 @@ def test_a_sequence_never_holds_more_of_a_windowed_group_than_a_step_sees_and_wr
     assert sum(most) <= engine.spec.num_blocks_for(200) + 2 * CHUNK // SIZE * len(windows)
 
 
+def test_a_prompt_that_fills_the_pool_is_served_whatever_of_it_is_cached(model, programs_dir, case, engine):
+    """The tightest pool: the context is as long as it allows, or endless where all layers have windows."""
+    tight = make_engine(
+        model, programs_dir, block_size=SIZE, max_num_batched_tokens=CHUNK, max_model_len=None, num_blocks_override=16
+    )
+    length = min(tight.max_model_len, LENGTH)
+    prompt = (case["outputs"][-1]["prompt_token_ids"] * 3)[: length - 4]
+    whole = Request(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2))
+    expected = run(engine, [whole])
+    for num_shared in (0, length // 3, length // 2, length - 20, length - 8):
+        run(tight, [Request([*prompt[:num_shared], 5], SamplingParams(temperature=0, max_tokens=1))])
+        assert_same(expected, run(tight, [whole], check_every_step=True))
+    tight.close()
+
+
 def test_neighbours_preemption_forks_and_overlap_change_nothing(model, programs_dir, case, requests):
     """In a pool in which somebody always has to go, both ways back."""
     samples = [

@@ -9,14 +9,12 @@ import pytest
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.batch import HostStep
-from jpaged.cache_spec import CacheSpec
 from jpaged.config import EngineConfig
 from jpaged.engine import LLMEngine
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import CompletionOutput, RequestOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.swap_space import SwappedOut
-from models.attention_groups import AttentionGroups
 
 SMALL_POOLS = {  # in which somebody always has to go: every pair of choices is in one of these
     "4": {"block_size": 4, "num_blocks_override": 20, "async_scheduling": True, "enable_prefix_caching": True},
@@ -94,8 +92,8 @@ def assert_equal(first: list[CompletionOutput], second: list[CompletionOutput]) 
 def make_engine(model: str, programs_dir: str, **config) -> LLMEngine:
     """A float32 engine with two programs: a small step and the largest.
 
-    num_blocks_override is for a model whose layers all see everything: one with windows gets what
-    holds as long a sequence.
+    num_blocks_override is for a model with one attention group: one with several gets as many blocks for each, enough for
+    as many samples. max_model_len None makes it as long as the pool allows.
     """
     config.setdefault("max_num_batched_tokens", 64)
     config.setdefault("token_buckets", (8, config["max_num_batched_tokens"]))
@@ -104,14 +102,8 @@ def make_engine(model: str, programs_dir: str, **config) -> LLMEngine:
         "max_model_len": 512, "compilation_cache_dir": programs_dir,
     }  # fmt: skip
     config = EngineConfig(model=model, **{**defaults, **config})
-    window = config_of(model).get("sliding_window")
-    layer_windows = tuple(None if kind == "full_attention" else window for kind in layer_types(model))
-    spec = CacheSpec(
-        num_blocks=config.num_blocks_override, block_size=config.block_size, max_model_len=config.max_model_len,
-        windows=AttentionGroups.of(layer_windows).windows, max_num_batched_tokens=config.max_num_batched_tokens,
-    )  # fmt: skip
-    num_needed = spec.num_blocks_for(spec.num_usable_blocks * spec.block_size)
-    return LLMEngine(replace(config, num_blocks_override=1 + num_needed))
+    num_blocks, num_groups = config.num_blocks_override, len(set(layer_types(model)))
+    return LLMEngine(replace(config, num_blocks_override=1 + (num_blocks - 1) * num_groups))
 
 
 def config_of(model: str) -> dict:
