@@ -102,8 +102,9 @@ def test_a_sequence_never_holds_more_of_a_windowed_group_than_a_step_sees_and_wr
 def test_a_prompt_that_fills_the_pool_is_served_whatever_of_it_is_cached(model, programs_dir, case, engine):
     """The tightest pool: the context is as long as it allows, or endless where all layers have windows."""
     tight = make_engine(
-        model, programs_dir, block_size=SIZE, max_num_batched_tokens=CHUNK, max_model_len=None, num_blocks_override=16
-    )
+        model, programs_dir, block_size=SIZE, max_num_batched_tokens=CHUNK, max_model_len=None,
+        num_blocks_override={"mistral": 16, "ministral": 26}[case["config"]["model_type"]],
+    )  # fmt: skip
     length = min(tight.max_model_len, LENGTH)
     prompt = (case["outputs"][-1]["prompt_token_ids"] * 3)[: length - 4]
     whole = Request(prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2))
