@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -11,7 +10,6 @@ from jpaged.config import DEFAULT_MODEL, EngineConfig
 from jpaged.engine import LLMEngine
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import RequestOutput
-from jpaged.programs import NUM_COMPILE_THREADS
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
@@ -122,9 +120,9 @@ class LLM:
     def warm_up(self, *, use_tqdm: bool = True) -> None:
         """Compiles every program, so that nothing compiles later."""
         programs = self.engine.runner.programs
-        with ThreadPoolExecutor(NUM_COMPILE_THREADS) as threads:
-            prepared = threads.map(programs.prepare, programs.keys)
-            list(tqdm(prepared, "compiling", len(programs.keys), unit="program", disable=not use_tqdm))
+        size = len(programs.keys)
+        for _ in tqdm(programs.prepare_all(), "compiling", size, unit="program", disable=not use_tqdm):
+            pass
 
     def close(self) -> None:
         """Frees the engine's memory: weights, pool and programs."""

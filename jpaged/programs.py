@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,11 @@ class Programs:
     def prepare(self, key: Hashable) -> None:
         """Compiles a program ahead of its use."""
         self._get(key, "warmup")
+
+    def prepare_all(self) -> Iterator[None]:
+        """Compiles all of `keys` ahead, several at a time; yields once for each, in order. Raises what the compiler raised."""
+        with ThreadPoolExecutor(NUM_COMPILE_THREADS) as threads:
+            yield from threads.map(self.prepare, self.keys)
 
     def compile_all(self) -> None:
         """Compiles what is missing, in order, until it is done or `close` is called."""

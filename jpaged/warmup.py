@@ -11,11 +11,8 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from jpaged.async_llm import NUM_COMPILE_THREADS
 from jpaged.cli import Parser
 from jpaged.engine import LLMEngine
-
-POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -37,15 +34,8 @@ class WarmupResult:
 def warm_up(engine: LLMEngine) -> WarmupResult:
     """Compiles what the cache lacks, several at a time, with a progress bar. Raises what the compiler raised."""
     programs, start = engine.runner.programs, time.monotonic()
-    programs.compile_in_background(NUM_COMPILE_THREADS)
-    with tqdm(total=len(programs.keys), desc="compiling", unit=" programs") as bar:
-        while not programs.is_complete and programs.error is None:
-            time.sleep(POLL_SECONDS)
-            bar.update(programs.num_compiled - bar.n)
-        bar.update(programs.num_compiled - bar.n)
-    programs.close()
-    if programs.error is not None:
-        raise programs.error
+    for _ in tqdm(programs.prepare_all(), "compiling", len(programs.keys), unit=" programs"):
+        pass
     num_compiled = int(engine.metrics.snapshot()["xla_compiles{phase=warmup}"])
     return WarmupResult(len(programs.keys), num_compiled, time.monotonic() - start)
 
