@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from string import ascii_uppercase
 
-from jpaged.metrics import Levels
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence
 
@@ -53,20 +52,6 @@ def snapshot(scheduler: Scheduler) -> dict:
         "swap_space": {"capacity": kv.swap_space.capacity, "used": kv.swap_space.num_used},
         "num_steps_in_flight": len(scheduler.in_flight),
     }
-
-
-def levels(scheduler: Scheduler) -> Levels:
-    kv = scheduler.kv
-    return Levels(
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
-        num_forks=len(scheduler.forks),
-        num_copies=len(kv.copies),
-        num_logical_blocks=kv.pool.num_owned,
-        num_physical_blocks=kv.pool.num_used,
-        kv_cache_usage=kv.usage,
-        kv_cache_sharing=kv.sharing,
-    )
 
 
 def num_blocks_of_groups(scheduler: Scheduler) -> list[int]:

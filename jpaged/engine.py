@@ -12,6 +12,7 @@ from jpaged.batch import BatchBuilder
 from jpaged.config import EngineConfig
 from jpaged.kept_rows import finish_kept_rows
 from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.levels import Levels
 from jpaged.metrics import EngineMetrics
 from jpaged.model_runner import ModelRunner
 from jpaged.output_processor import RequestState
@@ -131,7 +132,7 @@ class LLMEngine:
         if state is None:
             return []
         deltas = self.results.give_up(state, FinishReason.ABORT)
-        self.metrics.levels = debug.levels(self.scheduler)
+        self.metrics.levels = Levels.of(self.scheduler)
         return deltas
 
     def step(self) -> list[OutputDelta]:
@@ -228,7 +229,7 @@ class LLMEngine:
         there are several; and what came of all drafts."""
         groups = debug.num_blocks_of_groups(self.scheduler) if self.kv.num_groups > 1 else []
         return {
-            **debug.levels(self.scheduler)._asdict(),
+            **Levels.of(self.scheduler)._asdict(),
             **{f"num_blocks_of_group_{group}": count for group, count in enumerate(groups)},
             "spec_decode_num_draft_tokens": self.metrics.num_draft_tokens,
             "spec_decode_num_accepted_tokens": self.metrics.num_accepted_tokens,

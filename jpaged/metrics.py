@@ -4,12 +4,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jpaged.histogram import Histogram
+from jpaged.levels import Levels
 from jpaged.outputs import RequestMetrics
 
 DEFAULT_PREFIX = "jpaged:"
@@ -25,19 +25,6 @@ REQUEST_TOKENS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000
 )  # fmt: skip
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
-
-
-class Levels(NamedTuple):
-    """What is in the engine at a moment: sequences, and the blocks that they hold and share."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_forks: int = 0  # to come: samples of those that run that have not started yet
-    num_copies: int = 0  # of blocks, to be made before the next step
-    num_logical_blocks: int = 0
-    num_physical_blocks: int = 0
-    kv_cache_usage: float = 0.0  # 0 to 1
-    kv_cache_sharing: float = 1.0  # logical blocks over physical ones
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from jpaged.batch import HostStep
-from jpaged.debug import levels
 from jpaged.errors import KernelCheckFailed
+from jpaged.levels import Levels
 from jpaged.metrics import StepStats
 from jpaged.model_runner import ModelRunner, PendingResult, StepResult
 from jpaged.scheduler import Scheduler
@@ -35,7 +35,7 @@ class StepInFlight:
         """What it did, and the levels now that its result is in."""
         plan = self.plan
         return StepStats(
-            levels=levels(scheduler),
+            levels=Levels.of(scheduler),
             num_scheduled_tokens=plan.num_tokens,
             num_padding_tokens=self.num_padding_tokens,
             num_prompt_tokens=plan.num_new_prompt_tokens,

@@ -6,7 +6,8 @@ import pytest
 from test_scheduler import Walk, fake_tokens, make, request
 from test_sequence_group import group_of
 
-from jpaged.debug import levels, memory_map, snapshot
+from jpaged.debug import memory_map, snapshot
+from jpaged.levels import Levels
 from jpaged.swapping import swap_out
 
 
@@ -92,7 +93,7 @@ def test_forks_to_come_and_copies_to_make_are_told():
     run_step(scheduler)
     state = snapshot(scheduler)
     assert [seq["sample"] for seq in state["running"] + state["forks"]] == [0, 1, 2, 3] and not state["waiting"]
-    assert (levels(scheduler).num_running, levels(scheduler).num_forks) == (1, 3)
+    assert (Levels.of(scheduler).num_running, Levels.of(scheduler).num_forks) == (1, 3)
     assert "3 samples have yet to fork from those that run" in memory_map(state).splitlines()
 
     run_step(scheduler)
@@ -101,7 +102,7 @@ def test_forks_to_come_and_copies_to_make_are_told():
     state = snapshot(scheduler)
     held = [i for seq in state["running"] for i in seq["table"]] + [source for source, _ in state["copies"]]
     assert [block["owners"] for block in state["blocks"]] == [held.count(block["id"]) for block in state["blocks"]]
-    assert len(state["copies"]) == levels(scheduler).num_copies == 2 and not state["forks"]
+    assert len(state["copies"]) == Levels.of(scheduler).num_copies == 2 and not state["forks"]
     assert "         2 blocks are to be copied before the next step" in memory_map(state).splitlines()
 
 

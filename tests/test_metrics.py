@@ -6,7 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jpaged.histogram import Histogram
-from jpaged.metrics import EngineMetrics, Levels, StepStats
+from jpaged.levels import Levels
+from jpaged.metrics import EngineMetrics, StepStats
 from jpaged.outputs import RequestMetrics
 
 NAMES = {
