@@ -11,7 +11,6 @@ import argparse
 import logging
 import os
 import random
-import statistics
 import time
 
 import numpy as np
@@ -98,13 +97,13 @@ def main() -> None:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
     print(f"ms a step: median (99th percentile); {load_note()}")
-    print(f"{'running':>8}" + "".join(f"{part:>18}" for part in ("text", *PARTS, "together")))
+    columns = (*PARTS, "together", "text")
+    print(f"{'running':>8}" + "".join(f"{part:>18}" for part in columns))
     tokenizer, numbers = Tokenizer.from_checkpoint(open_checkpoint(resolve_model(DEFAULT_MODEL))), {}
     for size in sizes:
         times = run_decodes(size, args.prompt_len, args.steps, args.block_size, tokenizer)
-        times = {"text": times.pop("text"), **times}
         times["together"] = [sum(parts) for parts in zip(*(times[part] for part in PARTS))]
-        row = {part: (1e3 * statistics.median(t), 1e3 * float(np.percentile(t, 99))) for part, t in times.items()}
+        row = {part: 1e3 * np.percentile(times[part], (50, 99)) for part in columns}
         numbers[size] = {part: {"median_ms": middle, "p99_ms": high} for part, (middle, high) in row.items()}
         bar = f"   bar {BARS[size]}" if size in BARS else ""
         print(f"{size:>8}" + "".join(f"{f'{middle:.3f} ({high:.3f})':>18}" for middle, high in row.values()) + bar)
