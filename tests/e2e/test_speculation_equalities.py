@@ -185,9 +185,9 @@ def test_neighbours_that_come_in_chunks_change_nothing(plain, speculating):
 
 
 def test_an_abort_at_any_step_leaves_no_block_behind(speculating):
-    greedy, drawn, *_, repeats = mixed_requests()
-    assert abort_after_each_number_of_steps(speculating, drawn, repeats) > 10
-    assert abort_after_each_number_of_steps(speculating, repeats, greedy) > 10
+    greedy, _, _, samples, repeats = mixed_requests()
+    assert abort_after_each_number_of_steps(speculating, greedy, samples) > 10
+    assert abort_after_each_number_of_steps(speculating, samples, repeats) > 10
 
 
 def test_speculation_compiles_nothing_after_warm_up(model, programs_dir):

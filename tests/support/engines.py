@@ -169,18 +169,19 @@ def break_steps(
 
 
 def abort_after_each_number_of_steps(engine: LLMEngine, stays: Request, goes: Request) -> int:
-    """Runs both again and again and aborts one a step later each time, until it has ended before; the pool must be empty
-    each time. Returns how often."""
+    """Runs both again and again and aborts one a step later each time, until it has ended before; samples that end
+    earlier are left alone, and the pool must be empty each time. Returns how often."""
     num_steps, is_over = 0, False
     while not is_over:
         engine.add_request("stays", stays.prompt, stays.params)
         engine.add_request("goes", goes.prompt, goes.params)
-        for _ in range(num_steps):
-            engine.step()
+        deltas = [delta for _ in range(num_steps) for delta in engine.step()]
+        ended = {delta.index for delta in deltas if delta.request_id == "goes" and delta.finish_reason is not None}
         is_over = "goes" not in engine.requests
         aborted = {(delta.index, delta.finish_reason) for delta in engine.abort("goes")}
-        assert aborted == (set() if is_over else {(i, "abort") for i in range(goes.params.n)})
+        assert aborted == {(i, "abort") for i in range(goes.params.n) if i not in ended} and is_over == (not aborted)
         assert {seq.request_id for seq in engine.scheduler.sequences} <= {"stays"}
+        engine.kv.check_invariants(engine.scheduler.sequences)
         while engine.has_work:
             engine.step()
             engine.kv.check_invariants(engine.scheduler.sequences)
