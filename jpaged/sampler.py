@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jpaged.errors import NOT_FINITE, NOTHING_ALLOWED
 from jpaged.logits_edits import LogitsEdits, edit_logits
 from jpaged.sampling_batch import Sampled, SamplingBatch
+from models.layers import largest, sum_alone
 
 
 def _run_length(vocab: int) -> int:
@@ -153,7 +154,7 @@ def _argmax(x: Float[Array, "R V"]) -> tuple[Int[Array, "R"], Float[Array, "R"]]
     """(first of the largest, largest), by reductions across vectors: a fifth of jnp.argmax's time on CPU."""
     rows, vocab = x.shape
     runs = _runs(x, -jnp.inf)
-    top = jnp.max(jnp.max(runs, axis=1), axis=1)
+    top = jnp.max(largest(runs, axis=1), axis=1)
     run = jnp.arange(runs.shape[1], dtype=jnp.int32)[:, None]
     first_run = jnp.min(jnp.where(runs == top[:, None, None], run, vocab), axis=1)
     length = runs.shape[2]
@@ -162,7 +163,8 @@ def _argmax(x: Float[Array, "R V"]) -> tuple[Int[Array, "R"], Float[Array, "R"]]
 
 
 def _vocab_sum(x: Float[Array, "R V"]) -> Float[Array, "R"]:
-    return jnp.sum(jnp.sum(_runs(x), axis=1), axis=1)  # the first sum is across vectors: fast on CPU
+    across = sum_alone(_runs(x), axis=1)  # across vectors: fast on CPU
+    return sum_alone(jax.lax.optimization_barrier(across), axis=1)  # XLA would make one sum of both, of many rows
 
 
 def _inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, "R"]) -> Int[Array, "R"]:
@@ -171,7 +173,7 @@ def _inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, "R"]) -> In
     Tokens of weight 0 are left out by name: cumsum adds in a tree, so an entry after one can be a rounding larger.
     """
     runs = _runs(weights)
-    run_sums = jnp.sum(runs, axis=2)
+    run_sums = sum_alone(runs, axis=2)
     run_ends = jnp.cumsum(run_sums, axis=1)
     passable = jnp.where(run_sums > 0, run_ends, 0.0)
     target = uniform * jnp.max(passable, axis=1)
@@ -199,7 +201,9 @@ def logprobs_of(
 
 
 def _logprobs(logits, token_ids, max_logprobs: int):
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    weights = jax.lax.optimization_barrier(jnp.exp(shifted))  # fused into a sum it is another approximation
+    logprobs = shifted - jnp.log(_vocab_sum(weights))[:, None]
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
     ranks = 1 + jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32)
     top_logprobs, top_ids = jax.lax.top_k(logprobs, max_logprobs)

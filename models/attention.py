@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from models.config import ModelConfig
-from models.layers import MODEL_AXIS, Linear, RopeTables, apply_rope
+from models.layers import MODEL_AXIS, Linear, RopeTables, apply_rope, largest
 from pallas_kernels import AttentionMetadata, LayerPool, PoolLayout, kv_write, ragged_paged_attention
 
 
@@ -113,8 +113,8 @@ def attention_difference(
     def local(q, pool, meta, scales):
         outputs = (_attend(window, name, q, pool, meta, scales) for name in (implementation, "xla"))
         got, expected = (x.astype(jnp.float32) for x in outputs)
-        worst, largest = jnp.max(jnp.abs(got - expected)), jnp.max(jnp.abs(expected))
-        return jax.lax.pmax(worst, MODEL_AXIS) / jnp.maximum(jax.lax.pmax(largest, MODEL_AXIS), 1e-6)
+        worst, most = largest(jnp.abs(got - expected)), jnp.max(jnp.abs(expected))
+        return jax.lax.pmax(worst, MODEL_AXIS) / jnp.maximum(jax.lax.pmax(most, MODEL_AXIS), 1e-6)
 
     specs = P(None, MODEL_AXIS, None), layout.partition_spec(MODEL_AXIS), P(), _OF_SCALES
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(q, pool, meta, scales)

@@ -15,6 +15,8 @@ from jaxtyping import Array, Float, Int
 from models.config import RopeScaling
 
 MODEL_AXIS = "model"
+_SUMMED_IN_ONE = 1024  # inputs: XLA:CPU's library adds up more in parts, but not with a narrow right operand
+_MIN_REDUCED = 4096  # numbers: XLA:CPU reduces fewer by itself, in another order than its library does
 
 RopeTables = tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
 """(cos, sin) of every token's angles; the same for all layers."""
@@ -53,7 +55,8 @@ def _rows_when_turned(num_rows: int, weight: Float[Array, "O I"]) -> int | None:
 
     The library (YNNPACK) packs its right operand for every call: x is small, and the weight costs as much as 20 rows of
     the product. But it computes whole tiles of x, 16 or 32 rows; of few, up to a third more than there are still take less
-    time. A head's many outputs cost more to turn back than is won, and many rows hide the packing.
+    time. A head's many outputs cost more to turn back than is won, and many rows hide the packing. In bfloat16 a row's
+    product is the same to the bit in every form that this chooses: hence the limit on inputs, which costs 3 % of a step.
     """
     num_outputs, num_inputs = weight.shape
     if num_outputs > 32 * num_inputs or num_rows > 128:
@@ -62,8 +65,27 @@ def _rows_when_turned(num_rows: int, weight: Float[Array, "O I"]) -> int | None:
         return num_rows  # its tiles are smaller, and packing the weight costs more
     tile = 16 if num_rows <= 16 else 32
     padded = -(-num_rows // tile) * tile
+    if num_inputs > _SUMMED_IN_ONE and padded < 64:
+        return None
     most = num_rows // 3 if num_rows <= 32 else 0
     return padded if padded - num_rows <= most else None
+
+
+def sum_alone(x: Float[Array, "T *rest"], axis: int) -> Float[Array, "T *left"]:
+    """The sum over one of the axes after the first, in an order that T does not change: a row's sum is its own, to the bit.
+
+    XLA:CPU hands a reduction to its library or not by its size in all: rows of zeros make it large enough.
+    """
+    num_rows, num_each = len(x), math.prod(x.shape[1:])
+    if num_rows * num_each < _MIN_REDUCED:
+        num_more = -(-_MIN_REDUCED // num_each) - num_rows
+        x = jax.lax.optimization_barrier(jnp.pad(x, ((0, num_more), *((0, 0),) * (x.ndim - 1))))  # else XLA drops them
+    return jnp.sum(x, axis=axis)[:num_rows]
+
+
+def largest(x: Float[Array, "..."], axis: int | None = None) -> Float[Array, "..."]:
+    """The maximum, in which NaN counts as infinity. In `jnp.max` XLA:CPU's library leaves NaN out, where the array is large."""
+    return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x), axis=axis)
 
 
 class Linear(nnx.Module):
@@ -104,7 +126,7 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        scale = jax.lax.rsqrt(sum_alone(jnp.square(x), axis=1)[:, None] / x.shape[1] + self.eps)
         return x * scale * self.weight[...].astype(jnp.float32)
 
 

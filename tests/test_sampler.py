@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jpaged.errors import NOT_FINITE
 from jpaged.logits_edits import LogitsEdits
 from jpaged.sampler import _inverse_cdf, sample
 from jpaged.sampling_batch import MAX_STOPS, Sampled, SamplingBatch
@@ -217,6 +218,35 @@ def test_draw_depends_on_neither_neighbours_nor_row_nor_padding():
     batch = padded_rows(*make_batch(params, seeds=seeds, positions=positions, banned=banned), order, 40)
     padded = np.concatenate([logits[order], np.full((16, 300), np.nan, np.float32)])
     assert run_exactly(padded, *batch).token_ids[:24].tolist() == together[order].tolist()
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA promises equal bits on CPU alone")
+@pytest.mark.parametrize("vocab", [258, 4096])
+def test_a_rows_token_and_log_probs_are_the_same_to_the_bit_in_every_step(vocab):
+    logits, params, seeds, positions, banned = random_rows(64, vocab)
+    params = [one | {"logprobs": 3} for one in params]
+    batch = make_batch(params, seeds=seeds, positions=positions, banned=banned)
+    together, rng = run_exactly(logits, *batch), np.random.default_rng(0)
+    for num_rows in (1, 2, 3, 6, 8, 10, 16, 24, 32, 48):
+        rows = rng.permutation(64)[:num_rows]
+        got = run_exactly(logits[rows], *padded_rows(*batch, rows, num_rows))
+        jax.tree.map(lambda one, every: np.testing.assert_array_equal(one, every[rows]), got, together)
+
+
+@pytest.mark.parametrize("vocab", [258, 4096])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 64])
+@pytest.mark.parametrize("mix", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
+def test_a_row_with_any_logit_that_is_no_number_is_an_error_in_every_step(num_rows, vocab, mix):
+    """XLA:CPU's library leaves NaN out of the maximum of a large array."""
+    logits = np.random.default_rng(0).normal(size=(num_rows, vocab)).astype(np.float32)
+    batch = make_batch([mix] * num_rows)
+    expected = run_exactly(logits, *batch).token_ids[1:]
+    for wrong in (slice(None), slice(vocab // 2, vocab // 2 + 1), slice(0, 1), slice(vocab - 1, None)):
+        for what in (np.nan, np.inf):
+            bad = logits.copy()
+            bad[0, wrong] = what
+            got = run_exactly(bad, *batch).token_ids
+            assert got[0] == NOT_FINITE and (got[1:] == expected).all()
 
 
 def test_one_program_serves_every_mix():

@@ -8,7 +8,8 @@ for each token (they are in cache by then), where tiles of 8 queries were as slo
 A partition is reduced by itself to (shift, total, weighted), flash-attention's (m, l, acc) (Dao et al., 2022), except
 that the shift is an integer and weights are powers of two: `2 ** (score - shift)`. To merge two partitions is then to
 scale by an exact power of two, so the result depends on the order of partitions, which is always theirs by position,
-and not on how a loop happened to group them.
+and not on how a loop happened to group them. Within a partition values are added up block by block in both loops:
+a token's output is the same to the bit whether it is decoded, verified or part of a prompt.
 """
 
 import functools
@@ -25,6 +26,7 @@ from .tile_table import tuned
 from .tiles import Tiles, default_tiles
 
 _LOG2_E = math.log2(math.e)
+_MIN_RUN = 16  # positions; for fewer the CPU's library adds up a decoded token's products in another order than a prompt's
 _LOWEST = -(2**24)  # the shift of nothing; a score this low is as good as absent
 
 
@@ -106,8 +108,8 @@ def _decode(q, pool, meta, scoring, tiles) -> _Partial:
         block = (last[row] + pair)[:, None] * per_partition + jnp.arange(per_partition)
         held = block * pool.block_size < length[:, None]
         ids = jnp.where(held, meta.block_tables[sequence[row][:, None], jnp.clip(block, 0, max_blocks - 1)], 0)
-        position = (block * pool.block_size)[:, :, None] + jnp.arange(pool.block_size)  # [P, C/B, B]
-        seen = (position < length[:, None, None]) & (position >= scoring.first_seen(length - 1)[:, None, None])
+        position = block[:, :1] * pool.block_size + jnp.arange(tiles.partition)  # [P, C]
+        seen = (position < length[:, None]) & (position >= scoring.first_seen(length - 1)[:, None])
         partial = _pair_partials(q[row], pool, ids, seen, scoring)
         start = jnp.minimum(row[0], num_tokens - span)
         member = (row == start + jnp.arange(span)[:, None]) & (pair < num_all)  # [span, P]
@@ -133,16 +135,32 @@ def _decode_rows(meta, num_tokens):
 
 
 def _pair_partials(q, pool, ids, seen, scoring) -> _Partial:
-    """Partials `[P, K, G]` of pairs: q `[P, K, G, D]`, block ids `[P, C/B]`, seen `[P, C/B, B]`."""
-    keys, values = read_blocks(pool, ids)  # [P, C/B, K, D, B] and [P, C/B, K, B, D]
+    """Partials `[P, K, G]` of pairs: q `[P, K, G, D]`, block ids `[P, C/B]`, seen `[P, C]`."""
+    keys, values = _read_runs(pool, ids)
+    num_pairs, num_runs, *_, run = keys.shape
+    seen = seen.reshape(num_pairs, num_runs, run)
     values = jnp.where(seen[:, :, None, :, None], values, 0)  # 0 * NaN is NaN
-    q = jnp.broadcast_to(q[:, None], (*ids.shape, *q.shape[1:]))
+    q = jnp.broadcast_to(q[:, None], (num_pairs, num_runs, *q.shape[1:]))
     scores = scoring(jnp.einsum("pckgd,pckdb->pckgb", q, keys))
     seen = seen[:, :, None, None, :]
     shift = _shift(jnp.max(jnp.where(seen, scores, _LOWEST), axis=(1, 4)))
     weights = jnp.where(seen, jnp.exp2(scores - shift[:, None, :, :, None]), 0)
     weighted = jnp.einsum("pckgb,pckbd->pckgd", weights, values)
     return _Partial(shift, _sum_last(_sum(jnp.unstack(weights, axis=1))), _sum(jnp.unstack(weighted, axis=1)))
+
+
+def _read_runs(pool, ids):
+    """Keys `[..., n, K, D, run]` and values `[..., n, K, run, D]` of blocks `ids` `[..., C/B]`: a run is a block, or as
+    many small ones as make `_MIN_RUN` positions."""
+    keys, values = read_blocks(pool, ids)  # [..., C/B, K, D, B] and [..., C/B, K, B, D]
+    *lead, num_blocks, num_kv_heads, head_dim, size = keys.shape
+    if size >= _MIN_RUN or _MIN_RUN % size:
+        return keys, values
+    blocks = *lead, num_blocks * size // _MIN_RUN, _MIN_RUN // size, num_kv_heads
+    runs = *lead, num_blocks * size // _MIN_RUN, num_kv_heads
+    keys = jnp.moveaxis(keys.reshape(*blocks, head_dim, size), -4, -2).reshape(*runs, head_dim, _MIN_RUN)
+    values = jnp.moveaxis(values.reshape(*blocks, size, head_dim), -4, -3).reshape(*runs, _MIN_RUN, head_dim)
+    return keys, values
 
 
 def _merge_pairs(state, partial, start, local, member) -> _Partial:
@@ -204,19 +222,20 @@ def _tile_partial(q, pool, table, at, first_at, end_at, scoring, size) -> _Parti
         block = index * per_partition + jnp.arange(per_partition)
         ids = jnp.where(block * pool.block_size < end_at, table[jnp.minimum(block, len(table) - 1)], 0)
         position = index * size + jnp.arange(size)
-        keys, values = read_blocks(pool, ids)
+        keys, values = _read_runs(pool, ids)
+        num_runs, run = len(keys), keys.shape[-1]
         keys = keys.transpose(1, 2, 0, 3).reshape(num_kv_heads, head_dim, size)
-        values = values.transpose(1, 0, 2, 3).reshape(num_kv_heads, size, head_dim)
         is_seen = (position < end_at) & (position >= scoring.first_seen(first_at))  # by anyone: 0 * NaN is NaN
-        values = jnp.where(is_seen[:, None], values, 0)
+        values = jnp.where(is_seen.reshape(num_runs, 1, run, 1), values, 0)
         seen = (position <= at) & (position >= scoring.first_seen(at))  # [R*G, C]
         scores = scoring(jnp.einsum("krd,kdc->krc", q, keys))
         own = _shift(jnp.max(jnp.where(seen, scores, _LOWEST), axis=2))
         weights = jnp.where(seen, jnp.exp2(scores - own[:, :, None]), 0)
         shift = jnp.maximum(old.shift, own)
         keep, scale = _power_of_two(old.shift - shift), _power_of_two(own - shift)
-        total = old.total * keep + _sum_last(weights) * scale
-        weighted = jnp.einsum("krc,kcd->krd", weights, values)
+        of_runs = jnp.split(weights, num_runs, axis=2)  # and added up as in `_pair_partials`
+        total = old.total * keep + _sum_last(_sum(of_runs)) * scale
+        weighted = _sum(jnp.einsum("krb,kbd->krd", w, v) for w, v in zip(of_runs, values))
         return index + 1, _Partial(shift, total, old.weighted * keep[..., None] + weighted * scale[..., None])
 
     rows = (num_kv_heads, num_rows * group)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from engines import (
-    SMALL_POOLS,
     Request,
     abort_after_each_number_of_steps,
     break_steps,
@@ -137,15 +136,6 @@ def test_preempted_beams_are_those_that_were_not(model, programs_dir, requests, 
     assert_equal(run(small, 3 * requests, check_every_step=True), 3 * expected)
     assert small.scheduler.num_preemptions > 2
     assert any(isinstance(swapped, SwappedGroup) for swapped in swaps) == (options["preemption_mode"] == "swap")
-    small.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", SMALL_POOLS.values(), ids=SMALL_POOLS)
-def test_the_equalities_in_every_small_pool(model, programs_dir, requests, expected, options):
-    small = make_engine(model, programs_dir, max_model_len=60, max_num_batched_tokens=16, **options)
-    assert_equal(run(small, 3 * requests, check_every_step=True), 3 * expected)
-    assert small.scheduler.num_preemptions > 0
     small.close()
 
 

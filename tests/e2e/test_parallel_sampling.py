@@ -4,7 +4,6 @@ import random
 
 import pytest
 from engines import (
-    SMALL_POOLS,
     Request,
     abort_after_each_number_of_steps,
     assert_same,
@@ -12,12 +11,11 @@ from engines import (
     count_swaps,
     make_engine,
     run,
+    separately,
 )
 
-from jpaged.config import DEFAULT_MODEL
 from jpaged.engine import LLMEngine
 from jpaged.outputs import CompletionOutput
-from jpaged.sampling_batch import SamplingBatch
 from jpaged.sampling_params import SamplingParams
 from jpaged.swap_space import SwappedGroup
 
@@ -40,21 +38,6 @@ def group_requests() -> list[Request]:
     return [
         Request([rng.randrange(3, 250) for _ in range(length)], params(**kind)) for length, kind in zip(lengths, kinds)
     ]
-
-
-def separately(engine: LLMEngine, requests: list[Request], monkeypatch) -> list[CompletionOutput]:
-    """Each sample as the only one of a request; the sampler alone is told which it would be."""
-    set_row, outputs = SamplingBatch.set_row, []
-    for request in requests:
-        for index in range(request.params.n):
-
-            def as_sample(self, row, *args, index=index, **named):
-                set_row(self, row, *args, **named | {"sample_index": index})
-
-            monkeypatch.setattr(SamplingBatch, "set_row", as_sample)
-            outputs += run(engine, [Request(request.prompt, params(**vars(request.params) | {"n": 1}))])
-    monkeypatch.setattr(SamplingBatch, "set_row", set_row)
-    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -115,28 +98,6 @@ def test_preempted_every_few_steps_equals_not_preempted(model, programs_dir, exp
     assert small.scheduler.num_preemptions >= 3
     assert any(isinstance(swapped, SwappedGroup) for swapped in swaps) == (options["preemption_mode"] == "swap")
     small.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", SMALL_POOLS.values(), ids=SMALL_POOLS)
-def test_the_equalities_in_every_small_pool(model, programs_dir, expected, options):
-    check_small_pool(model, programs_dir, expected, options)
-
-
-def check_small_pool(model, programs_dir, expected, options):
-    small = make_engine(model, programs_dir, max_model_len=60, max_num_batched_tokens=16, **options)
-    check_equal(small, expected, times=3)
-    assert small.scheduler.num_preemptions > 0
-    small.close()
-
-
-@pytest.mark.slow
-def test_the_equalities_hold_of_the_real_model(programs_dir, monkeypatch):
-    plain = make_engine(DEFAULT_MODEL, programs_dir, enable_prefix_caching=False)
-    expected = separately(plain, group_requests(), monkeypatch)
-    plain.close()
-    for name in ("4", "8, several decodes", "16"):
-        check_small_pool(DEFAULT_MODEL, programs_dir, expected, SMALL_POOLS[name])
 
 
 def test_several_decodes_in_a_row_change_no_sample(model, programs_dir, engine):

@@ -1,4 +1,5 @@
-"""On CPU every matmul with a weight has the form that is fast there: read off the compiled forward pass."""
+"""On CPU every matmul with a weight has the form that is fast there, read off the compiled forward pass; and what a layer
+computes of a token is the same to the bit whatever else is in the step."""
 
 import functools
 import re
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jpaged.buckets import bucket_ladder
 from jpaged.model_runner import make_mesh
 from models.config import ModelConfig
-from models.layers import matmul
+from models.layers import RMSNorm, matmul
 from models.llama import Llama
 from models.types import ForwardBatch
+from kernel_backend import equal_bits_in_bfloat16
 from pallas_kernels import AttentionMetadata, PoolLayout, pool_struct
 
 CONFIG = ModelConfig("llama", "two of SmolLM2's layers", 4096, 576, 1536, 2, 9, 3, 64, 128, tie_word_embeddings=True)
@@ -71,3 +74,34 @@ def test_the_product_is_right_whichever_operand_is_the_left_one(rows, dtype):
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     got = np.asarray(jax.jit(matmul)(x, weight), np.float64)
     assert np.abs(got - exact).max() < 96 * 2**-24 * np.abs(exact).max() * 4
+
+
+def assert_rows_stand_alone(layer, dim: int, sizes: list[int]) -> None:
+    """Each row is the same, bit by bit, in steps of all sizes and anywhere in them."""
+    rng = np.random.default_rng(dim)
+    x, layer = rng.standard_normal((512, dim), np.float32), jax.jit(layer)
+    expected = np.concatenate([layer(x[begin : begin + 64]) for begin in range(0, 512, 64)])
+    for size in sizes:
+        rows = rng.permutation(512)[:size]
+        np.testing.assert_array_equal(np.asarray(layer(x[rows])), expected[rows], err_msg=f"{size} rows")
+
+
+@equal_bits_in_bfloat16
+@pytest.mark.parametrize("num_inputs", [64, 576, 1024, 1152, 1536, 4096])
+@pytest.mark.parametrize("num_outputs", [64, 576, 1536])
+def test_a_rows_product_is_the_same_to_the_bit_in_every_step(num_outputs, num_inputs):
+    weight = np.random.default_rng(0).standard_normal((num_outputs, num_inputs), np.float32)
+    weight = jnp.asarray(weight, jnp.bfloat16)
+    assert_rows_stand_alone(lambda x: matmul(x, weight), num_inputs, bucket_ladder(512))
+
+
+@equal_bits_in_bfloat16
+def test_a_rows_logits_are_the_same_to_the_bit_in_every_step():
+    weight = jnp.asarray(np.random.default_rng(0).standard_normal((8192, 64), np.float32), jnp.bfloat16)
+    assert_rows_stand_alone(lambda x: matmul(x, weight), 64, bucket_ladder(128))
+
+
+@pytest.mark.parametrize("dim", [64, 576, 1536, 5000])
+def test_a_rows_norm_is_the_same_to_the_bit_in_every_step(dim):
+    norm = RMSNorm(dim, eps=1e-5, dtype=jnp.dtype("float32"))
+    assert_rows_stand_alone(norm, dim, bucket_ladder(512))

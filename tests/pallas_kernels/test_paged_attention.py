@@ -166,13 +166,18 @@ def test_verified_tokens_equal_decoded_ones():
         np.testing.assert_array_equal(verified, np.concatenate(decoded))
 
 
-def test_decode_agrees_with_prefill_rows():
-    case = Case("whole", prefill=((200, 200),))
+@equal_bits_on_cpu
+@pytest.mark.parametrize("options", [(), (("sliding_window", 50),)], ids=["full", "window"])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_decoded_token_equals_the_same_in_a_prompt(block_size, head_dim, options):
+    """So a sequence that is computed again, or goes on from what another one decoded, changes no bit."""
+    case = Case("whole", prefill=((190, 190),), head_dim=head_dim, block_size=block_size, options=options)
     step = make_step(case)
     whole = run(step)[0]
-    for end in (1, 64, 65, 130, 200):
+    for end in (1, 15, 64, 65, 130, 190):
         decoded = _chunk(step, case, end - 1, end, (1, 1, 1))
-        np.testing.assert_allclose(decoded, whole[end - 1 : end], rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(decoded, whole[end - 1 : end])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,26 +13,10 @@ from jpaged.config import EngineConfig
 from jpaged.engine import LLMEngine
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.sampling_batch import SamplingBatch
 from jpaged.sampling_params import SamplingParams
 from jpaged.swap_space import SwappedOut
 
-SMALL_POOLS = {  # in which somebody always has to go: every pair of choices is in one of these
-    "4": {"block_size": 4, "num_blocks_override": 20, "async_scheduling": True, "enable_prefix_caching": True},
-    "4, several decodes": {
-        "block_size": 4, "num_blocks_override": 20, "async_scheduling": False, "enable_prefix_caching": False,
-        "num_scheduler_steps": 5,
-    },
-    "8": {"block_size": 8, "num_blocks_override": 15, "async_scheduling": True, "enable_prefix_caching": False},
-    "8, several decodes": {
-        "block_size": 8, "num_blocks_override": 15, "async_scheduling": False, "enable_prefix_caching": True,
-        "num_scheduler_steps": 5,
-    },
-    "16": {"block_size": 16, "num_blocks_override": 9, "async_scheduling": False, "enable_prefix_caching": True},
-    "16, several decodes": {
-        "block_size": 16, "num_blocks_override": 9, "async_scheduling": True, "enable_prefix_caching": False,
-        "num_scheduler_steps": 5,
-    },
-}  # fmt: skip
 CLOSE = 1e-3  # log-probs of float32
 AMBIGUOUS = CLOSE  # two best log-probs this close: either token counts
 
@@ -65,6 +49,24 @@ def run_whole(engine: LLMEngine, requests: list[Request], *, check_every_step: b
     return [builder.output for builder in builders.values()]
 
 
+def separately(engine: LLMEngine, requests: list[Request], monkeypatch) -> list[CompletionOutput]:
+    """Each request alone, and each sample as the only one of a request; the sampler alone is told which it would be."""
+    set_row, outputs = SamplingBatch.set_row, []
+    for request in requests:
+        if request.params.use_beam_search:
+            outputs += run(engine, [request])
+            continue
+        for index in range(request.params.n):
+
+            def as_sample(self, row, *args, index=index, **named):
+                set_row(self, row, *args, **named | {"sample_index": index})
+
+            monkeypatch.setattr(SamplingBatch, "set_row", as_sample)
+            outputs += run(engine, [Request(request.prompt, replace(request.params, n=1))])
+        monkeypatch.setattr(SamplingBatch, "set_row", set_row)
+    return outputs
+
+
 def assert_same(first: list[CompletionOutput], second: list[CompletionOutput]) -> None:
     """Token for token, but where `first` (with logprobs=2) says that two tokens are as good as equal."""
     assert len(first) == len(second)
@@ -87,6 +89,14 @@ def assert_equal(first: list[CompletionOutput], second: list[CompletionOutput]) 
             if token not in its:
                 break  # from an ambiguous token on, which assert_same has looked at
             assert mine[token].logprob == pytest.approx(its[token].logprob, abs=CLOSE)
+
+
+def assert_identical(first: list[CompletionOutput], second: list[CompletionOutput]) -> None:
+    """To the bit: tokens, log-probs and their sums."""
+    assert len(first) == len(second)
+    for number, (a, b) in enumerate(zip(first, second)):
+        assert a.token_ids == b.token_ids, f"output {number}"
+        assert (a.cumulative_logprob, a.logprobs) == (b.cumulative_logprob, b.logprobs), f"output {number}"
 
 
 def make_engine(model: str, programs_dir: str, **config) -> LLMEngine:

@@ -1,0 +1,111 @@
+"""The engine's equalities as a matrix: whatever the model, the kind of request and the size of a block, what comes out of
+a pool so small that somebody always has to go is what each request gives alone, in a pool with room for all, where
+nothing is cached, forked or preempted. Not nearly: to the bit, in bfloat16, where a rounding would soon be another token."""
+
+import functools
+import random
+
+import pytest
+from engines import Request, assert_identical, count_swaps, make_engine, run, separately
+from kernel_backend import equal_bits_in_bfloat16
+from tiny_model import CONFIG, WITH_WINDOW, make_tiny_model, random_weights
+
+from jpaged.config import DEFAULT_MODEL
+from jpaged.outputs import CompletionOutput
+from jpaged.sampling_params import SamplingParams
+from jpaged.swap_space import SwappedGroup
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+TINY = {"tiny": CONFIG | {"head_dim": 64}, "window": WITH_WINDOW | {"head_dim": 64}}
+LOADS = {  # block size: lengths of prompts, output tokens: each sequence comes to its third block at least
+    4: ((3, 4, 9, 17), 24),
+    16: ((5, 15, 16, 33), 40),
+    64: ((46, 50, 62, 20), 100),
+}
+BLOCKS = {  # of the pool, by block size
+    "n=1": {4: 24, 16: 12, 64: 8},
+    "n=4": {4: 36, 16: 18, 64: 14},
+    "beam 4": {4: 36, 16: 17, 64: 14},
+    "speculative": {4: 36, 16: 18, 64: 14},
+}
+SAMPLED = {"temperature": 1.0, "top_p": 0.9}
+KINDS = {
+    "n=1": [{}, {"seed": 5, **SAMPLED}, {"seed": 6, "temperature": 0.7, "top_k": 7}, {"presence_penalty": 0.5}],
+    "n=4": [{"n": 4, "seed": 5 + i, **SAMPLED} for i in range(3)] + [{"n": 3}],
+    "beam 4": 4 * [{"n": 4, "use_beam_search": True, "logprobs": None}],
+    "speculative": [{}, {"seed": 5, "temperature": 0.06}, {"n": 4, "seed": 7, "temperature": 0.06}, {}],
+}
+WAYS = [
+    {"preemption_mode": "swap", "async_scheduling": True, "enable_prefix_caching": True},
+    {"preemption_mode": "recompute", "async_scheduling": False, "enable_prefix_caching": True},
+    {"preemption_mode": "recompute", "async_scheduling": True, "enable_prefix_caching": False},
+    {"preemption_mode": "recompute", "async_scheduling": True, "num_scheduler_steps": 4},
+]
+
+pytestmark = equal_bits_in_bfloat16
+
+
+@pytest.fixture(
+    scope="module",
+    params=["tiny", pytest.param("window", marks=pytest.mark.slow), pytest.param("real", marks=pytest.mark.slow)],
+)
+def model(request, tmp_path_factory) -> str:
+    """Tiny ones soon repeat themselves, so that drafts are right: attention and MLP add little to a token."""
+    if request.param == "real":
+        return DEFAULT_MODEL
+    weights = random_weights(TINY[request.param])
+    for name in weights:
+        if "o_proj" in name or "down_proj" in name:
+            weights[name] *= 0.3
+    return str(make_tiny_model(tmp_path_factory.mktemp("tiny"), TINY[request.param], weights))
+
+
+@pytest.fixture(scope="module")
+def alone(model, programs_dir):
+    """What each request of a load gives by itself, and each sample too."""
+
+    @functools.cache
+    def outputs(kind: str, block_size: int) -> list[CompletionOutput]:
+        engine = make_engine(
+            model, programs_dir, dtype="bfloat16", block_size=block_size, max_model_len=200, enable_prefix_caching=False
+        )
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            of_each = separately(engine, requests(kind, block_size), monkeypatch)
+        assert engine.scheduler.num_preemptions == 0
+        engine.close()
+        return of_each
+
+    return outputs
+
+
+def requests(kind: str, block_size: int) -> list[Request]:
+    """One of each length; drafts have phrases to repeat."""
+    rng, made, (lengths, max_tokens) = random.Random(3), [], LOADS[block_size]
+    for fields, length in zip(KINDS[kind], lengths, strict=True):
+        tokens = [rng.randrange(3, 250) for _ in range(5 if kind == "speculative" else length)]
+        defaults = {"temperature": 0.0, "logprobs": 2, "max_tokens": max_tokens, "ignore_eos": True}
+        made.append(Request((tokens * length)[:length], SamplingParams(**defaults | fields)))
+    return made
+
+
+@pytest.mark.parametrize("way", [*WAYS[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[2:])], ids=str)
+@pytest.mark.parametrize("block_size", LOADS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_small_pool_each_gives_what_it_gives_alone(model, programs_dir, alone, kind, block_size, way):
+    speculates, (lengths, max_tokens) = kind == "speculative", LOADS[block_size]
+    if speculates and "num_scheduler_steps" in way:
+        pytest.skip("drafts are verified one step at a time")
+    small = make_engine(
+        model, programs_dir, dtype="bfloat16", block_size=block_size, num_blocks_override=BLOCKS[kind][block_size],
+        max_num_batched_tokens=24, max_num_seqs=16, max_model_len=max(lengths) + max_tokens,
+        speculative_config=NGRAM if speculates else None, **way,
+    )  # fmt: skip
+    swaps, times = count_swaps(small), 4 if kind == "beam 4" else 3
+    got = run(small, times * requests(kind, block_size), check_every_step=True)
+    assert_identical(times * alone(kind, block_size), got)
+    assert small.scheduler.num_preemptions >= 2, "the pool was meant to be too small"
+    assert bool(swaps) == (way["preemption_mode"] == "swap")
+    if swaps and kind in ("n=4", "beam 4"):
+        assert any(isinstance(swapped, SwappedGroup) for swapped in swaps)
+    assert (small.metrics.num_accepted_tokens > 0) == speculates
+    small.close()
