@@ -1,13 +1,15 @@
 """sample(logits, parameters) -> tokens and log-probs: one program for every mix of requests."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jpaged.errors import NOT_FINITE, NOTHING_ALLOWED
-from jpaged.logits_edits import LogitsEdits, edit_logits
+from jpaged.logits_edits import GROUP, LogitsEdits, edit_logits
 from jpaged.sampling_batch import Sampled, SamplingBatch
 from models.layers import largest, sum_alone
 
@@ -35,9 +37,9 @@ def sample(
     """Draws one token a row; positions are those that the tokens will have in their sequences. A row with a target,
     a token that follows in its prompt, returns the log-probs of that.
 
-    A row's draw is a function of its logits, its edits, its seed, its sample's index and its position alone. Work that no
-    row of the step needs is skipped by `lax.cond`, so a mix of requests never compiles anew. A row without a token to
-    draw gets a key of `TOKEN_ERRORS`.
+    A row's draw is a function of its logits, its edits, its seed, its sample's index and its position alone. Work that few
+    rows need is done for these alone, some at a time, in loops on the device, so a mix of requests never compiles anew. A
+    row without a token to draw gets a key of `TOKEN_ERRORS`.
     """
     token_ids = choose_tokens(logits, batch, edits, positions)
     wants_logprobs = (batch.wants_logprobs > 0) | (targets >= 0)
@@ -51,16 +53,43 @@ def choose_tokens(
     """The token of each row, or an error."""
     must_go_on = positions < batch.min_length
     is_edited = must_go_on | (batch.edit_slot > 0)
+    is_plain = ~is_edited & (batch.temperature <= 0)
+
+    def edit_and_draw(rows):
+        of_rows = logits, batch, positions, is_edited, must_go_on
+        return _edit_and_draw(edits, *jax.tree.map(lambda table: table[rows], of_rows))
+
     # What a cond returns is copied, from the branch that does nothing too: so tokens leave it, and never the logits.
-    return jax.lax.cond(
-        jnp.any(is_edited | (batch.temperature > 0)),
-        _edit_and_draw,
-        lambda x, *_: _best(x)[0],
-        *(logits, edits, batch, positions, is_edited, must_go_on),
-    )
+    greedy = jax.lax.cond(jnp.any(is_plain), lambda x: _best(x)[0], lambda x: jnp.zeros(len(x), jnp.int32), logits)
+    return _of_wanted_rows(edit_and_draw, ~is_plain, greedy)
 
 
-def _edit_and_draw(logits, edits: LogitsEdits, batch: SamplingBatch, positions, is_edited, must_go_on):
+def _of_wanted_rows(compute: Callable, are_wanted: Bool[Array, "R"], others):
+    """others, a tree of arrays with R rows, with the wanted rows replaced by what compute returns of them, `GROUP` rows
+    at a time: so their logits stay in a CPU's cache."""
+
+    def in_groups(are_wanted, others, size: int):
+        num_rows, num_wanted = len(are_wanted), jnp.sum(are_wanted)
+        order = jnp.argsort(~are_wanted)
+
+        def group(carry):
+            begin, done = carry
+            index = begin + jnp.arange(min(size, num_rows))
+            rows = order[jnp.minimum(index, num_rows - 1)]
+            targets = jnp.where(index < num_wanted, rows, num_rows + index)  # out of range: dropped
+
+            def put(x, y):
+                return x.at[targets].set(y, mode="drop", unique_indices=True)
+
+            return begin + size, jax.tree.map(put, done, compute(rows))
+
+        return jax.lax.while_loop(lambda carry: carry[0] < num_wanted, group, (0, others))[1]
+
+    few, many = (partial(in_groups, size=size) for size in (GROUP, 8 * GROUP))
+    return jax.lax.platform_dependent(are_wanted, others, cpu=few, default=many)
+
+
+def _edit_and_draw(edits: LogitsEdits, logits, batch: SamplingBatch, positions, is_edited, must_go_on):
     scaled = logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
     scaled = edit_logits(scaled, edits, batch, is_edited, must_go_on)
     greedy, top = _best(scaled)
@@ -190,14 +219,15 @@ def _inverse_cdf(weights: Float[Array, "R V"], uniform: Float[Array, "R"]) -> In
 def logprobs_of(
     logits: Float[Array, "R V"], token_ids: Int[Array, "R"], are_wanted: Bool[Array, "R"], *, max_logprobs: int
 ):
-    """(log-prob, rank) of each row's token, (ids, log-probs) of the best; zeros where no row wants any."""
-    return jax.lax.cond(
-        jnp.any(are_wanted),
-        lambda x, t: _logprobs(x, t, max_logprobs),
-        lambda x, t: _no_logprobs(x, max_logprobs),
-        logits,
-        token_ids,
-    )
+    """(log-prob, rank) of each wanted row's token, (ids, log-probs) of the best; zeros of others."""
+    num_rows = len(logits)
+    none = jnp.zeros(num_rows, jnp.float32), jnp.zeros(num_rows, jnp.int32)
+    none_of_best = (jnp.zeros((num_rows, max_logprobs), dtype) for dtype in (jnp.int32, jnp.float32))
+
+    def compute(rows):
+        return _logprobs(logits[rows], token_ids[rows], max_logprobs)
+
+    return _of_wanted_rows(compute, are_wanted, (*none, *none_of_best))
 
 
 def _logprobs(logits, token_ids, max_logprobs: int):
@@ -208,13 +238,3 @@ def _logprobs(logits, token_ids, max_logprobs: int):
     ranks = 1 + jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32)
     top_logprobs, top_ids = jax.lax.top_k(logprobs, max_logprobs)
     return chosen[:, 0], ranks, top_ids, top_logprobs
-
-
-def _no_logprobs(logits, max_logprobs: int):
-    rows = logits.shape[0]
-    return (
-        jnp.zeros(rows, jnp.float32),
-        jnp.zeros(rows, jnp.int32),
-        jnp.zeros((rows, max_logprobs), jnp.int32),
-        jnp.zeros((rows, max_logprobs), jnp.float32),
-    )

@@ -374,12 +374,16 @@ def test_logprobs_are_of_the_models_own_distribution_whatever_the_filters_and_ba
     exact = (
         exact - np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) - exact.max(1, keepdims=True)
     )
-    rows = np.arange(24)
-    np.testing.assert_allclose(got.logprobs, exact[rows, got.token_ids], atol=2e-6 * np.abs(exact).max())
-    assert got.ranks.tolist() == [1 + (exact[row] > exact[row, token]).sum() for row, token in enumerate(got.token_ids)]
-    best = np.argsort(-exact, axis=1)[:, :MAX_LOGPROBS]
-    assert got.top_ids.tolist() == best.tolist()
-    np.testing.assert_allclose(got.top_logprobs, np.take_along_axis(exact, best, 1), atol=2e-6 * np.abs(exact).max())
+    rows = np.array([row for row, one in enumerate(params) if one["logprobs"]])
+    of_rows, tokens = exact[rows], got.token_ids[rows]
+    close = 2e-6 * np.abs(exact).max()
+    np.testing.assert_allclose(got.logprobs[rows], of_rows[np.arange(len(rows)), tokens], atol=close)
+    assert got.ranks[rows].tolist() == [1 + (row > row[token]).sum() for row, token in zip(of_rows, tokens)]
+    best = np.argsort(-of_rows, axis=1)[:, :MAX_LOGPROBS]
+    assert got.top_ids[rows].tolist() == best.tolist()
+    np.testing.assert_allclose(got.top_logprobs[rows], np.take_along_axis(of_rows, best, 1), atol=close)
+    others = np.setdiff1d(np.arange(24), rows)
+    assert not got.logprobs[others].any() and not got.top_logprobs[others].any(), "nobody asked for them"
 
 
 def test_tied_tokens_share_the_better_rank():
