@@ -1,7 +1,7 @@
 """EditPrograms: what happens to `LogitsEdits` beside the steps, each a small program of its own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import jax
 import numpy as np
@@ -44,7 +44,9 @@ def choose_processed(
 
 
 class EditPrograms:
-    """Those of an engine. The two for logits processors are compiled when the first request brings some."""
+    """Those of an engine: `load`, and the two for logits processors, which stand in its table of programs by `KEYS`."""
+
+    KEYS = ("kept", "processed")
 
     def __init__(self, step: StepFunction, table_width: int, cache: ProgramCache):
         self._cache = cache
@@ -66,14 +68,16 @@ class EditPrograms:
         arguments = self._state.edits, self._buffer(packing.size)
         return self._cache.compile(("edits",), load, arguments, self._edits_structure)
 
-    @cached_property
-    def kept(self):
-        """(edits, slot) -> the logits that the last step has kept of it."""
+    def compile(self, key: str) -> Callable:
+        """kept: (edits, slot) -> the logits that the last step has kept of it. processed: (rows, edits, packed
+        `ProcessedRow`) -> the edits, which are donated, with the row's token counted, and the token."""
+        return {"kept": self._compile_kept, "processed": self._compile_processed}[key]()
+
+    def _compile_kept(self):
         take = jax.jit(lambda edits, slot: edits.kept[slot[0]], out_shardings=self._replicated)
         return self._cache.compile(("kept",), take, (self._state.edits, self._buffer(1)), jax.tree.structure(0))
 
-    @cached_property
-    def _choose_token(self):
+    def _compile_processed(self):
         packing = ProcessedRow.packing(self._vocab_size)
         program = jax.jit(
             lambda rows, edits, buffer: choose_processed(
@@ -85,14 +89,6 @@ class EditPrograms:
         arguments = self._state.rows, self._state.edits, self._buffer(packing.size)
         structure = jax.tree.structure((self._state.edits, Sampled.empty()))
         return self._cache.compile(("processed",), program, arguments, structure)
-
-    def choose_token(
-        self, rows: RowState, edits: LogitsEdits, row_id: int, position: int, logits: np.ndarray
-    ) -> tuple[LogitsEdits, Sampled]:
-        """The edits with the token counted, and the token; edits are donated."""
-        buffer, row = ProcessedRow.packing(self._vocab_size).empty()
-        row.row_id[:], row.position[:], row.logits[:] = row_id, position, logits
-        return self._choose_token(rows, edits, buffer)
 
     def _buffer(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), np.int32, sharding=self._replicated)

@@ -13,7 +13,7 @@ from jpaged.batch import HostStep
 from jpaged.block_swapper import BlockSwapper
 from jpaged.buckets import Buckets
 from jpaged.config import EngineConfig
-from jpaged.edit_programs import EditPrograms
+from jpaged.edit_programs import EditPrograms, ProcessedRow
 from jpaged.host_memory import keep_freed_memory
 from jpaged.kernel_check import KernelCheck
 from jpaged.kv_scales import with_kv_scales
@@ -146,7 +146,7 @@ class ModelRunner:
             if self._program_cache.has_compiled:
                 on_compiled(phase)
 
-        self.programs = Programs(self._compile, self.buckets.all(), on_prepared)
+        self.programs = Programs(self._compile, [*self.buckets.all(), *EditPrograms.KEYS], on_prepared)
         table_width = self.spec.table_width
         load, arguments = self.step.jitted_load(table_width), self.step.load_arguments(table_width)
         self._load_rows = self._program_cache.compile(("rows",), load, arguments, jax.tree.structure(arguments[0]))
@@ -172,13 +172,15 @@ class ModelRunner:
         self.state, sampled = self.programs[step.bucket](self.leaves, state, step.buffer)
         if self._check is not None:
             self._check(step, self.state)
-        kept = [self._edit_programs.kept(self.state.edits, np.array([slot], np.int32)) for slot in step.kept_slots]
+        kept = [self.programs["kept"](self.state.edits, np.array([slot], np.int32)) for slot in step.kept_slots]
         return PendingResult(sampled, step.num_sampled, step.wants_logprobs, kept)
 
     def choose_token(self, seq_row: int, position: int, logits: np.ndarray) -> Sampled:
         """The token that a running sequence has at position, from its processed logits; waits for it."""
         state = self.state
-        edits, sampled = self._edit_programs.choose_token(state.rows, state.edits, seq_row, position, logits)
+        buffer, row = ProcessedRow.packing(self.model_config.vocab_size).empty()
+        row.row_id[:], row.position[:], row.logits[:] = seq_row, position, logits
+        edits, sampled = self.programs["processed"](state.rows, state.edits, buffer)
         self.state = replace(state, edits=edits)
         return jax.tree.map(np.asarray, sampled)
 
@@ -233,6 +235,8 @@ class ModelRunner:
             config.max_num_edited_seqs,
         )  # fmt: skip
 
-    def _compile(self, bucket: tuple[int, int]):
-        arguments = self.step.arguments(bucket, self.spec.num_blocks, self.spec.table_width)
-        return self._program_cache.compile(bucket, self.step.jitted(bucket), arguments, self.step.result_structure)
+    def _compile(self, key: tuple[int, int] | str):
+        if key in EditPrograms.KEYS:
+            return self._edit_programs.compile(key)
+        arguments = self.step.arguments(key, self.spec.num_blocks, self.spec.table_width)
+        return self._program_cache.compile(key, self.step.jitted(key), arguments, self.step.result_structure)

@@ -55,6 +55,8 @@ def snapshot(manager, sequences):
 
 
 class PoolWalk(RuleBasedStateMachine):
+    num_steps = 0  # of all walks
+
     def __init__(self):
         super().__init__()
         self.waiting: list[Sequence] = []
@@ -375,6 +377,7 @@ class PoolWalk(RuleBasedStateMachine):
     def pool_is_sound(self):
         if not hasattr(self, "manager"):
             return
+        PoolWalk.num_steps += 1
         self.manager.check_invariants(self.sequences)
         for block_hash, block in self.cached_blocks():
             group, tokens = self.content[block.block_id * SIZE + SIZE - 1]
@@ -401,20 +404,18 @@ class PoolWalk(RuleBasedStateMachine):
         assert self.manager.pool.num_used == len(self.manager.pinned.blocks)
 
 
-def walk_settings(num_walks, num_steps=60):
-    return settings(
-        max_examples=num_walks, stateful_step_count=num_steps, derandomize=True, deadline=None, database=None
+@pytest.mark.parametrize(
+    "num_steps", [5_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_any_walk_of_requests_keeps_the_pool_sound(num_steps):
+    before = PoolWalk.num_steps
+    run_state_machine_as_test(
+        PoolWalk,
+        settings=settings(
+            max_examples=num_steps // 40, stateful_step_count=60, derandomize=True, deadline=None, database=None
+        ),
     )
-
-
-PoolWalk.TestCase.settings = walk_settings(90)
-TestAnyWalkOfRequestsKeepsThePoolSound = PoolWalk.TestCase
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_hundred_thousand_steps_keep_the_pool_sound():
-    run_state_machine_as_test(PoolWalk, settings=walk_settings(1700))
+    assert PoolWalk.num_steps - before >= num_steps
 
 
 def run_prompt(manager, tokens, name="a"):

@@ -14,10 +14,10 @@ def test_warm_up_leaves_nothing_to_compile_for_an_engine_with_the_same_flags(tmp
     cache = str(tmp_path / "programs")
     argv = [model, *FLAGS, "--token-buckets", "4", "16", "--compilation-cache-dir", cache]
     assert main(argv) == 0
-    assert capsys.readouterr().out.startswith("2 programs: 2 compiled, 0 loaded from the cache, ")
+    assert capsys.readouterr().out.startswith("4 programs: 4 compiled, 0 loaded from the cache, ")
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert out.startswith("2 programs: 0 compiled, 2 loaded from the cache, ") and cache in out
+    assert out.startswith("4 programs: 0 compiled, 4 loaded from the cache, ") and cache in out
     engine = make_engine(
         model, cache, max_num_seqs=4, num_blocks_override=8, max_num_batched_tokens=16, token_buckets=(4, 16),
         max_model_len=None,

@@ -49,6 +49,28 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(model, programs_dir,
     engine.close()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_group_whose_logits_are_not_numbers_fails_alone(model, programs_dir, overlap):
+    """Samples and beams; neighbours have forks and drafts."""
+    engine = make_engine(
+        model, programs_dir, async_scheduling=overlap, max_num_batched_tokens=16, num_blocks_override=20,
+        max_model_len=128, speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    )  # fmt: skip
+    samples, beams = dataclasses.replace(DRAWN, n=3), dataclasses.replace(GREEDY, n=2, use_beam_search=True)
+    good = [Request([7, 8, 9] * 5, GREEDY), Request([11] * 20, samples), Request([5, 6], beams)]
+    expected = [output.token_ids for request in good for output in run(engine, [request])]
+    bad = [Request([5, POISON, 7], samples), Request([POISON, 8], beams)]
+    for _ in range(2):
+        outputs = run(engine, [bad[0], *good, bad[1]], check_every_step=True)
+        assert [output.token_ids for output in outputs[3:9]] == expected
+        failed = outputs[:3] + outputs[9:]
+        assert {(output.finish_reason, output.error) for output in failed} == {
+            ("error", "the model's logits are not finite numbers")
+        }
+        assert not any(output.token_ids for output in failed)
+    engine.close()
+
+
 def test_a_pinned_prefix_outlives_a_request_that_goes_on_from_it_without_numbers(model, programs_dir):
     engine = make_engine(model, programs_dir, max_num_batched_tokens=8, num_blocks_override=14, max_model_len=160)
     prefix = list(range(20, 56))  # two full blocks and four tokens

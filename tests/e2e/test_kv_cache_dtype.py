@@ -1,5 +1,6 @@
 """A quantised KV pool keeps the engine's specification, holds twice the tokens, and stays close to the float pool."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -81,6 +82,25 @@ def test_chunked_cached_swapped_and_overlapped_at_once_change_nothing(model, pro
         assert engine.metrics.prefix_cache_hits > 0
     assert engine.metrics.num_swapped_out > 0
     engine.close()
+
+
+def test_samples_beams_and_drafts_among_others_are_what_they_are_alone(model, programs_dir, kv_cache_dtype):
+    options = {"kv_cache_dtype": kv_cache_dtype, "max_num_batched_tokens": 12, "block_size": 16}
+    options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    load = [
+        Request([5, 6, 7] * 8, params),
+        Request(list(range(3, 24)), dataclasses.replace(params, n=4, temperature=1.0, seed=3)),
+        Request(list(range(40, 59)), dataclasses.replace(params, n=3, use_beam_search=True)),
+    ]
+    roomy = make_engine(model, programs_dir, enable_prefix_caching=False, **options)
+    expected = [output.token_ids for request in load for output in run(roomy, [request])]
+    roomy.close()
+    small = make_engine(model, programs_dir, preemption_mode="swap", num_blocks_override=14, max_model_len=128, **options)
+    got = run(small, 3 * load, check_every_step=True)
+    assert [output.token_ids for output in got] == 3 * expected
+    assert small.metrics.num_swapped_out > 0 and small.metrics.prefix_cache_hits > 0
+    small.close()
 
 
 @pytest.mark.slow

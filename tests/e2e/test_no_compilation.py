@@ -32,7 +32,21 @@ def fuzzed_request(rng: random.Random) -> Request:
     }
     fields = {name: rng.choice(values) for name, values in kinds.items()}
     prompt = [rng.randrange(258) for _ in range(rng.choice([1, 2, 15, 16, 17, 60, 200]))]
-    return Request(prompt, SamplingParams(max_tokens=rng.randint(3, 40), **fields))
+    max_tokens, kind = rng.randint(3, 40), rng.random()
+    if kind < 0.1:
+        prompt, max_tokens, fields["n"] = prompt[:40], min(max_tokens, 20), rng.choice([2, 3])
+        fields["best_of"] = rng.choice([None, 4])
+    elif kind < 0.2:
+        prompt, max_tokens = prompt[:40], min(max_tokens, 20)
+        fields |= {"use_beam_search": True, "n": rng.choice([2, 4]), "temperature": 0, "min_tokens": 0}
+        for name in fields.keys() - {"use_beam_search", "n", "temperature", "seed", "stop_token_ids", "ignore_eos"}:
+            del fields[name]
+        fields["stop_token_ids"] = fields["stop_token_ids"][:2]
+    elif kind < 0.3:
+        fields["prompt_logprobs"] = rng.choice([0, 5])
+    elif kind < 0.35:
+        fields["logits_processors"] = [lambda output_token_ids, logits: logits]
+    return Request(prompt, SamplingParams(max_tokens=max_tokens, **fields))
 
 
 def test_1000_fuzzed_requests_compile_nothing_after_warm_up(tmp_path, programs_dir):
@@ -42,7 +56,9 @@ def test_1000_fuzzed_requests_compile_nothing_after_warm_up(tmp_path, programs_d
     engine.runner.programs.is_sealed = True
     before = compile_counter.num_events
     rng = random.Random(0)
-    outputs = run(engine, [fuzzed_request(rng) for _ in range(NUM_REQUESTS)], check_every_step=True)
+    requests = [fuzzed_request(rng) for _ in range(NUM_REQUESTS)]
+    outputs = run(engine, requests, check_every_step=True)
+    assert len(outputs) == sum(request.params.n for request in requests) > NUM_REQUESTS
     assert all(output.finish_reason in ("stop", "length") for output in outputs)
     assert engine.scheduler.num_preemptions > 0, "the pool was meant to be too small for all"
     assert compile_counter.num_events == before
