@@ -2,11 +2,20 @@
 a pool so small that somebody always has to go is what each request gives alone, in a pool with room for all, where
 nothing is cached, forked or preempted. Not nearly: to the bit, in bfloat16, where a rounding would soon be another token."""
 
+import dataclasses
 import functools
 import random
 
 import pytest
-from engines import Request, assert_identical, count_swaps, make_engine, run, separately
+from engines import (
+    Request,
+    assert_identical,
+    count_swaps,
+    make_engine,
+    run,
+    separately,
+    watch_decodes_in_a_row,
+)
 from kernel_backend import equal_bits_in_bfloat16
 from tiny_model import CONFIG, WITH_WINDOW, make_tiny_model, random_weights
 
@@ -26,7 +35,7 @@ BLOCKS = {  # of the pool, by block size
     "n=1": {4: 24, 16: 12, 64: 8},
     "n=4": {4: 36, 16: 18, 64: 14},
     "beam 4": {4: 36, 16: 17, 64: 14},
-    "speculative": {4: 36, 16: 18, 64: 14},
+    "speculative": {4: 36, 16: 17, 64: 14},
 }
 SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 KINDS = {
@@ -93,19 +102,24 @@ def requests(kind: str, block_size: int) -> list[Request]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_a_small_pool_each_gives_what_it_gives_alone(model, programs_dir, alone, kind, block_size, way):
     speculates, (lengths, max_tokens) = kind == "speculative", LOADS[block_size]
-    if speculates and "num_scheduler_steps" in way:
-        pytest.skip("drafts are verified one step at a time")
+    load, decodes_on = requests(kind, block_size), "num_scheduler_steps" in way
+    if decodes_on and kind not in ("n=1", "n=4"):
+        pytest.skip("drafts and beams are looked at after each step")
+    if decodes_on:  # log-probs come back of one token a step
+        load = [Request(r.prompt, dataclasses.replace(r.params, logprobs=None)) for r in load]
     small = make_engine(
         model, programs_dir, dtype="bfloat16", block_size=block_size, num_blocks_override=BLOCKS[kind][block_size],
         max_num_batched_tokens=24, max_num_seqs=16, max_model_len=max(lengths) + max_tokens,
         speculative_config=NGRAM if speculates else None, **way,
     )  # fmt: skip
-    swaps, times = count_swaps(small), 4 if kind == "beam 4" else 3
-    got = run(small, times * requests(kind, block_size), check_every_step=True)
+    swaps, in_a_row = count_swaps(small), watch_decodes_in_a_row(small)
+    times = 3 if kind in ("n=1", "n=4") else 5
+    got = run(small, times * load, check_every_step=True)
     assert_identical(times * alone(kind, block_size), got)
     assert small.scheduler.num_preemptions >= 2, "the pool was meant to be too small"
     assert bool(swaps) == (way["preemption_mode"] == "swap")
     if swaps and kind in ("n=4", "beam 4"):
         assert any(isinstance(swapped, SwappedGroup) for swapped in swaps)
     assert (small.metrics.num_accepted_tokens > 0) == speculates
+    assert decodes_on == (not speculates and max(in_a_row) > 1)
     small.close()

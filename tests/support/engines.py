@@ -92,11 +92,12 @@ def assert_equal(first: list[CompletionOutput], second: list[CompletionOutput]) 
 
 
 def assert_identical(first: list[CompletionOutput], second: list[CompletionOutput]) -> None:
-    """To the bit: tokens, log-probs and their sums."""
+    """To the bit: tokens, and log-probs and their sums where both have some."""
     assert len(first) == len(second)
     for number, (a, b) in enumerate(zip(first, second)):
         assert a.token_ids == b.token_ids, f"output {number}"
-        assert (a.cumulative_logprob, a.logprobs) == (b.cumulative_logprob, b.logprobs), f"output {number}"
+        for mine, its in ((a.cumulative_logprob, b.cumulative_logprob), (a.logprobs, b.logprobs)):
+            assert mine is None or its is None or mine == its, f"output {number}"
 
 
 def make_engine(model: str, programs_dir: str, **config) -> LLMEngine:
@@ -137,6 +138,18 @@ def count_swaps(engine: LLMEngine) -> list[SwappedOut]:
 
     engine.kv.swap_space.take = counted
     return swaps
+
+
+def watch_decodes_in_a_row(engine: LLMEngine) -> list[int]:
+    """How many tokens each step from here on yields of a sequence, at most."""
+    seen, update = [], engine.scheduler.update
+
+    def watched(plan, token_ids):
+        seen.append(max(plan.limits, default=1))
+        return update(plan, token_ids)
+
+    engine.scheduler.update = watched
+    return seen
 
 
 def make_small_async_engine(model: str, **config) -> AsyncLLM:
