@@ -65,8 +65,8 @@ def choose_tokens(
 
 
 def _of_wanted_rows(compute: Callable, are_wanted: Bool[Array, "R"], others):
-    """others, a tree of arrays with R rows, with the wanted rows replaced by what compute returns of them, `GROUP` rows
-    at a time: so their logits stay in a CPU's cache."""
+    """others, a tree of arrays with R rows, with the wanted rows replaced by what compute returns of them: on a CPU
+    `GROUP` rows at a time, so that their logits stay in its cache; elsewhere all at once, where there are any."""
 
     def in_groups(are_wanted, others, size: int):
         num_rows, num_wanted = len(are_wanted), jnp.sum(are_wanted)
@@ -85,8 +85,8 @@ def _of_wanted_rows(compute: Callable, are_wanted: Bool[Array, "R"], others):
 
         return jax.lax.while_loop(lambda carry: carry[0] < num_wanted, group, (0, others))[1]
 
-    few, many = (partial(in_groups, size=size) for size in (GROUP, 8 * GROUP))
-    return jax.lax.platform_dependent(are_wanted, others, cpu=few, default=many)
+    few, all_rows = (partial(in_groups, size=size) for size in (GROUP, len(are_wanted)))
+    return jax.lax.platform_dependent(are_wanted, others, cpu=few, default=all_rows)
 
 
 def _edit_and_draw(edits: LogitsEdits, logits, batch: SamplingBatch, positions, is_edited, must_go_on):
