@@ -249,6 +249,18 @@ def test_a_row_with_any_logit_that_is_no_number_is_an_error_in_every_step(num_ro
             assert got[0] == NOT_FINITE and (got[1:] == expected).all()
 
 
+def test_all_rows_at_once_are_what_they_are_in_groups(monkeypatch):
+    """What other backends than a CPU run."""
+    logits, params, seeds, positions, banned = random_rows(24, 300)
+    batch, positions = make_batch(params, seeds=seeds, positions=positions, banned=banned)
+    rest = batch, LogitsEdits.neutral(1, 300), positions, np.full(24, -1, np.int32)
+    in_groups = jax.tree.map(np.asarray, run(logits, *rest, max_logprobs=MAX_LOGPROBS))
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    at_once = jax.jit(lambda *args: sample(*args, max_logprobs=MAX_LOGPROBS))(logits, *rest)
+    for one, other in zip(jax.tree.leaves(in_groups), jax.tree.leaves(at_once), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def test_one_program_serves_every_mix():
     logits, *_ = random_rows(4, VOCAB)
     draw(logits, [{}] * 4)
