@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_backend import equal_bits_on_cpu
 from scipy import stats
 
 from jpaged.errors import NOT_FINITE
@@ -220,7 +221,7 @@ def test_draw_depends_on_neither_neighbours_nor_row_nor_padding():
     assert run_exactly(padded, *batch).token_ids[:24].tolist() == together[order].tolist()
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA promises equal bits on CPU alone")
+@equal_bits_on_cpu
 @pytest.mark.parametrize("vocab", [258, 4096])
 def test_a_rows_token_and_log_probs_are_the_same_to_the_bit_in_every_step(vocab):
     logits, params, seeds, positions, banned = random_rows(64, vocab)

@@ -20,6 +20,7 @@ from kernel_backend import equal_bits_in_bfloat16
 from tiny_model import CONFIG, WITH_WINDOW, make_tiny_model, random_weights
 
 from jpaged.config import DEFAULT_MODEL
+from jpaged.engine import LLMEngine
 from jpaged.outputs import CompletionOutput
 from jpaged.sampling_params import SamplingParams
 from jpaged.swap_space import SwappedGroup
@@ -48,7 +49,6 @@ WAYS = [
     {"preemption_mode": "swap", "async_scheduling": True, "enable_prefix_caching": True},
     {"preemption_mode": "recompute", "async_scheduling": False, "enable_prefix_caching": True},
     {"preemption_mode": "recompute", "async_scheduling": True, "enable_prefix_caching": False},
-    {"preemption_mode": "recompute", "async_scheduling": True, "num_scheduler_steps": 4},
 ]
 
 pytestmark = equal_bits_in_bfloat16
@@ -87,6 +87,15 @@ def alone(model, programs_dir):
     return outputs
 
 
+def make_small_engine(model: str, programs_dir: str, kind: str, block_size: int, **way) -> LLMEngine:
+    lengths, max_tokens = LOADS[block_size]
+    return make_engine(
+        model, programs_dir, dtype="bfloat16", block_size=block_size, num_blocks_override=BLOCKS[kind][block_size],
+        max_num_batched_tokens=24, max_num_seqs=16, max_model_len=max(lengths) + max_tokens,
+        speculative_config=NGRAM if kind == "speculative" else None, **way,
+    )  # fmt: skip
+
+
 def requests(kind: str, block_size: int) -> list[Request]:
     """One of each length; drafts have phrases to repeat."""
     rng, made, (lengths, max_tokens) = random.Random(3), [], LOADS[block_size]
@@ -97,29 +106,33 @@ def requests(kind: str, block_size: int) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("way", [*WAYS[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[2:])], ids=str)
+@pytest.mark.parametrize("way", [*WAYS[:2], pytest.param(WAYS[2], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("block_size", LOADS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_a_small_pool_each_gives_what_it_gives_alone(model, programs_dir, alone, kind, block_size, way):
-    speculates, (lengths, max_tokens) = kind == "speculative", LOADS[block_size]
-    load, decodes_on = requests(kind, block_size), "num_scheduler_steps" in way
-    if decodes_on and kind not in ("n=1", "n=4"):
-        pytest.skip("drafts and beams are looked at after each step")
-    if decodes_on:  # log-probs come back of one token a step
-        load = [Request(r.prompt, dataclasses.replace(r.params, logprobs=None)) for r in load]
-    small = make_engine(
-        model, programs_dir, dtype="bfloat16", block_size=block_size, num_blocks_override=BLOCKS[kind][block_size],
-        max_num_batched_tokens=24, max_num_seqs=16, max_model_len=max(lengths) + max_tokens,
-        speculative_config=NGRAM if speculates else None, **way,
-    )  # fmt: skip
-    swaps, in_a_row = count_swaps(small), watch_decodes_in_a_row(small)
-    times = 3 if kind in ("n=1", "n=4") else 5
-    got = run(small, times * load, check_every_step=True)
+    small = make_small_engine(model, programs_dir, kind, block_size, **way)
+    swaps, times = count_swaps(small), 3 if kind in ("n=1", "n=4") else 5
+    got = run(small, times * requests(kind, block_size), check_every_step=True)
     assert_identical(times * alone(kind, block_size), got)
     assert small.scheduler.num_preemptions >= 2, "the pool was meant to be too small"
     assert bool(swaps) == (way["preemption_mode"] == "swap")
     if swaps and kind in ("n=4", "beam 4"):
         assert any(isinstance(swapped, SwappedGroup) for swapped in swaps)
-    assert (small.metrics.num_accepted_tokens > 0) == speculates
-    assert decodes_on == (not speculates and max(in_a_row) > 1)
+    assert (small.metrics.num_accepted_tokens > 0) == (kind == "speculative")
+    small.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", LOADS)
+@pytest.mark.parametrize("kind", ["n=1", "n=4"])  # drafts and beams are looked at after each step
+def test_so_it_does_where_the_device_decodes_several_times_in_a_row(model, programs_dir, alone, kind, block_size):
+    """Without log-probs, which come back of one token a step."""
+    small = make_small_engine(
+        model, programs_dir, kind, block_size, preemption_mode="recompute", async_scheduling=True, num_scheduler_steps=4
+    )
+    in_a_row = watch_decodes_in_a_row(small)
+    load = [Request(r.prompt, dataclasses.replace(r.params, logprobs=None)) for r in requests(kind, block_size)]
+    got = run(small, 3 * load, check_every_step=True)
+    assert [output.token_ids for output in got] == 3 * [output.token_ids for output in alone(kind, block_size)]
+    assert small.scheduler.num_preemptions >= 2 and max(in_a_row) > 1
     small.close()

@@ -92,12 +92,11 @@ def assert_equal(first: list[CompletionOutput], second: list[CompletionOutput]) 
 
 
 def assert_identical(first: list[CompletionOutput], second: list[CompletionOutput]) -> None:
-    """To the bit: tokens, and log-probs and their sums where both have some."""
+    """To the bit: tokens, log-probs and their sums."""
     assert len(first) == len(second)
     for number, (a, b) in enumerate(zip(first, second)):
         assert a.token_ids == b.token_ids, f"output {number}"
-        for mine, its in ((a.cumulative_logprob, b.cumulative_logprob), (a.logprobs, b.logprobs)):
-            assert mine is None or its is None or mine == its, f"output {number}"
+        assert (a.cumulative_logprob, a.logprobs) == (b.cumulative_logprob, b.logprobs), f"output {number}"
 
 
 def make_engine(model: str, programs_dir: str, **config) -> LLMEngine:
