@@ -28,7 +28,7 @@ _SOURCES = (  # what decides a program; the last ones its arguments' shapes
     "jpaged/step_input.py", "jpaged/device_state.py", "jpaged/packing.py", "jpaged/sampling_params.py",
     "jpaged/kv_scales.py", "jpaged/prefill_batch.py",
 )  # fmt: skip
-_KEPT_FINGERPRINTS = 8  # older ones belong to code or flags of the past
+KEPT_BYTES = 2 << 30  # of all fingerprints; older ones belong to code or flags of the past
 
 
 def _host_cpu() -> str:
@@ -104,11 +104,12 @@ def cache_dir(configured: str | None) -> Path:
     return Path(root).expanduser() / "programs"
 
 
-def _age_of(folder: Path) -> float:
+def _use_of(folder: Path) -> tuple[float, int]:
+    """When a folder was last used, and its bytes."""
     try:
-        return folder.stat().st_mtime
+        return folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir())
     except FileNotFoundError:  # another process has just removed it
-        return 0.0
+        return 0.0, 0
 
 
 class ProgramCache:
@@ -119,9 +120,12 @@ class ProgramCache:
         self.folder = root / fingerprint
         self.folder.mkdir(parents=True, exist_ok=True)
         os.utime(self.folder)
-        by_age = sorted((f for f in root.iterdir() if f.is_dir()), key=_age_of)
-        for old in by_age[:-_KEPT_FINGERPRINTS]:
-            shutil.rmtree(old, ignore_errors=True)  # another process may be doing the same
+        uses = {folder: _use_of(folder) for folder in root.iterdir() if folder.is_dir()}
+        room = KEPT_BYTES
+        for folder in sorted(uses, key=uses.get, reverse=True):
+            room -= uses[folder][1]
+            if room < 0 and folder != self.folder:
+                shutil.rmtree(folder, ignore_errors=True)  # another process may be doing the same
 
     @property
     def has_compiled(self) -> bool:

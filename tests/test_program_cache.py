@@ -107,14 +107,19 @@ def test_program_that_cannot_be_kept_leaves_nothing_behind_and_still_runs(tmp_pa
     assert "is not kept on disk" in caplog.text and [p.name for p in cache.folder.iterdir()] == ["8-4"]
 
 
-def test_only_the_latest_fingerprints_are_kept(tmp_path):
+def test_the_latest_fingerprints_are_kept_as_far_as_there_is_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(jpaged.program_cache, "KEPT_BYTES", 50)
     for number in range(12):
         folder = tmp_path / f"old{number}"
         folder.mkdir()
+        (folder / "8-4").write_bytes(bytes(10))
         os.utime(folder, (1000 + number, 1000 + number))
-    (tmp_path / "a file").touch()
+    (tmp_path / "a file").write_bytes(bytes(1000))
     ProgramCache(tmp_path, "old3")  # used again: now the newest
-    assert {p.name for p in tmp_path.iterdir()} == {"a file", "old3", *(f"old{n}" for n in range(5, 12))}
+    assert {p.name for p in tmp_path.iterdir()} == {"a file", "old3", *(f"old{n}" for n in range(8, 12))}
+    monkeypatch.setattr(jpaged.program_cache, "KEPT_BYTES", 5)
+    ProgramCache(tmp_path, "old3")  # larger than the room, but in use
+    assert {p.name for p in tmp_path.iterdir()} == {"a file", "old3"}
 
 
 def test_fingerprint_follows_the_flags_and_whatever_it_is_given(monkeypatch):

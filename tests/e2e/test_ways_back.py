@@ -8,7 +8,7 @@ from engines import Request, assert_equal, break_steps, count_swaps, layer_types
 
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason
-from jpaged.swap_space import CHUNK
+from jpaged.swap_space import CHUNK, SwappedGroup
 
 GIB = 2**30
 SMALL = {
@@ -86,7 +86,7 @@ def swapping(model, programs_dir):
 
 
 def add(engine, number: int, length: int = 30, max_tokens: int = 90, **params) -> None:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **params)
+    params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | params)
     engine.add_request(str(number), [number + 1] * length, params)
 
 
@@ -150,6 +150,23 @@ def test_an_abort_at_any_step_leaves_no_block_behind(swapping, which, every):
         if which is None:
             assert swapping.kv.pool.num_used == swapping.kv.swap_space.num_used == 0
             step_until(swapping, lambda: not swapping.has_work)
+        finish(swapping)
+    assert while_swapped >= 3
+
+
+@pytest.mark.parametrize("kind", [{"temperature": 1, "seed": 3}, {"use_beam_search": True}], ids=["samples", "beams"])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_abort_of_a_group_while_it_is_swapped_out_leaves_no_block_behind(swapping, kind, every):
+    while_swapped = 0
+    for num_steps in range(0, 160, every):
+        add(swapping, 0)
+        add(swapping, 1, max_tokens=60, n=2, **kind)
+        for _ in range(num_steps):
+            swapping.step()
+        while_swapped += any(isinstance(seq.swapped, SwappedGroup) for seq in swapping.scheduler.waiting)
+        swapping.abort("1")
+        swapping.kv.check_invariants(swapping.scheduler.sequences)
+        assert swapping.kv.swap_space.num_used == 0
         finish(swapping)
     assert while_swapped >= 3
 

@@ -245,8 +245,15 @@ def test_what_the_engine_cannot_serve_is_a_400_with_the_numbers(client, body, sa
 
 
 def test_a_full_queue_is_refused_and_drains(client, engine):
-    may_go_on = threading.Event()
-    engine._inbox.put(lambda: [] if may_go_on.wait(20) else [])  # the engine's thread stands still
+    stands_still, may_go_on = threading.Event(), threading.Event()
+
+    def stand_still():
+        stands_still.set()
+        assert may_go_on.wait(60)
+        return []
+
+    engine._inbox.put(stand_still)
+    assert stands_still.wait(20)  # a command that nobody has taken counts as one that waits
     with http_sockets(client.base_url, 6, {"prompt": "a", "max_tokens": 4}):  # two would run at once, four wait
         wait_until(lambda: len(engine._streams) == 6)
         response = client.post("/v1/completions", json={"prompt": "a"})
