@@ -1,6 +1,7 @@
 # `make serve` and `make test` make .venv when it is missing. `make test-compile` proves the engine for chips that are not
 # here, with their compilers, in a .venv-compile of its own (3 GB): beside them every import of jax looks for chips.
-# `make test-slow` runs what takes minutes: kernels in interpreters, long random walks, the real model's equalities.
+# `make test-long` is what CI runs of the suite beside `make test`. `make test-slow` runs what takes minutes each: the rest of
+# the kernels in interpreters, long random walks, the real model's equalities.
 PYTHON ?= $(shell sh scripts/find_python.sh)
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -8,13 +9,16 @@ COMPILE_VENV := .venv-compile
 RUN_COMPILE := JAX_PLATFORMS=cpu $(COMPILE_VENV)/bin/python
 ARGS ?=
 
-.PHONY: serve test test-slow test-compile test-gpu test-tpu bench clean
+.PHONY: serve test test-long test-slow test-compile test-gpu test-tpu bench clean
 
 serve: $(VENV)/.installed
 	$(RUN) -m jpaged.serve $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-long: $(VENV)/.installed-test
+	$(RUN) -m pytest -n 2 --dist loadfile -m "long and not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-test
 	$(RUN) -m pytest -n 2 --dist loadfile -m slow $(ARGS)

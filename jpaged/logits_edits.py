@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.packing import Packing
 from jpaged.sampling_batch import SamplingBatch
 from jpaged.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_BAD_WORD_TOKENS, SamplingParams
+from jpaged.wanted_rows import of_wanted_rows
 from pallas_kernels import AnyArray
 
-GROUP = 8  # rows that are edited at once
 IN_PROMPT = 1 << 30  # a bit of `seen`
 
 
@@ -139,27 +139,18 @@ def edit_logits(
     is_edited: Bool[Array, "R"],
     must_go_on: Bool[Array, "R"],
 ) -> Float[Array, "R V"]:
-    """Edits the rows that is_edited names, GROUP by GROUP and in place; the others cost nothing.
+    """Edits the rows that is_edited names, some at a time and in place; the others cost nothing.
 
     scaled are the logits, divided by the temperature where a row has one: so are the biases and penalties then. Rows
     that must_go_on may not sample their stop tokens.
     """
-    num_rows = len(scaled)
-    size = min(GROUP, num_rows)
-    num_edited = jnp.sum(is_edited)
-    order = jnp.argsort(~is_edited)
 
-    def edit_group(carry):
-        begin, scaled = carry
-        index = begin + jnp.arange(size)
-        rows = order[jnp.minimum(index, num_rows - 1)]
+    def edit(rows, scaled):
         banned = jnp.where(must_go_on[rows, None], batch.stop_ids[rows], -1)
         temperature = jnp.where(batch.temperature[rows] > 0, batch.temperature[rows], 1.0)
-        edited = _edit(scaled[rows], edits, batch.edit_slot[rows], temperature, banned)
-        targets = jnp.where(index < num_edited, rows, num_rows + index)  # out of range: dropped
-        return begin + size, scaled.at[targets].set(edited, mode="drop", unique_indices=True)
+        return _edit(scaled[rows], edits, batch.edit_slot[rows], temperature, banned)
 
-    return jax.lax.while_loop(lambda carry: carry[0] < num_edited, edit_group, (0, scaled))[1]
+    return of_wanted_rows(edit, is_edited, scaled)
 
 
 def _edit(x, edits: LogitsEdits, slots, temperature, banned):

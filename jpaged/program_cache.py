@@ -26,7 +26,7 @@ _SOURCES = (  # what decides a program; the last ones its arguments' shapes
     "models", "pallas_kernels", "jpaged/step.py", "jpaged/sampler.py", "jpaged/logits_edits.py",
     "jpaged/edit_programs.py", "jpaged/errors.py", "jpaged/sampling_batch.py", "jpaged/block_swapper.py",
     "jpaged/step_input.py", "jpaged/device_state.py", "jpaged/packing.py", "jpaged/sampling_params.py",
-    "jpaged/kv_scales.py", "jpaged/prefill_batch.py",
+    "jpaged/kv_scales.py", "jpaged/prefill_batch.py", "jpaged/wanted_rows.py",
 )  # fmt: skip
 KEPT_BYTES = 2 << 30  # of all fingerprints; older ones belong to code or flags of the past
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jpaged.errors import NOT_FINITE, NOTHING_ALLOWED
-from jpaged.logits_edits import GROUP, LogitsEdits, edit_logits
+from jpaged.logits_edits import LogitsEdits, edit_logits
 from jpaged.sampling_batch import Sampled, SamplingBatch
+from jpaged.wanted_rows import GROUP, of_wanted_rows
 from models.layers import largest, sum_alone
 
 
@@ -55,7 +56,7 @@ def choose_tokens(
     is_edited = must_go_on | (batch.edit_slot > 0)
     is_plain = ~is_edited & (batch.temperature <= 0)
 
-    def edit_and_draw(rows):
+    def edit_and_draw(rows, _):
         of_rows = logits, batch, positions, is_edited, must_go_on
         return _edit_and_draw(edits, *jax.tree.map(lambda table: table[rows], of_rows))
 
@@ -65,28 +66,10 @@ def choose_tokens(
 
 
 def _of_wanted_rows(compute: Callable, are_wanted: Bool[Array, "R"], others):
-    """others, a tree of arrays with R rows, with the wanted rows replaced by what compute returns of them: on a CPU
-    `GROUP` rows at a time, so that their logits stay in its cache; elsewhere all at once, where there are any."""
-
-    def in_groups(are_wanted, others, size: int):
-        num_rows, num_wanted = len(are_wanted), jnp.sum(are_wanted)
-        order = jnp.argsort(~are_wanted)
-
-        def group(carry):
-            begin, done = carry
-            index = begin + jnp.arange(min(size, num_rows))
-            rows = order[jnp.minimum(index, num_rows - 1)]
-            targets = jnp.where(index < num_wanted, rows, num_rows + index)  # out of range: dropped
-
-            def put(x, y):
-                return x.at[targets].set(y, mode="drop", unique_indices=True)
-
-            return begin + size, jax.tree.map(put, done, compute(rows))
-
-        return jax.lax.while_loop(lambda carry: carry[0] < num_wanted, group, (0, others))[1]
-
-    few, all_rows = (partial(in_groups, size=size) for size in (GROUP, len(are_wanted)))
-    return jax.lax.platform_dependent(are_wanted, others, cpu=few, default=all_rows)
+    """`of_wanted_rows`: on a CPU some at a time, so that their logits stay in its cache; elsewhere all at once, where there
+    are any."""
+    some, every = (partial(of_wanted_rows, compute, size=size) for size in (GROUP, len(are_wanted)))
+    return jax.lax.platform_dependent(are_wanted, others, cpu=some, default=every)
 
 
 def _edit_and_draw(edits: LogitsEdits, logits, batch: SamplingBatch, positions, is_edited, must_go_on):
@@ -224,7 +207,7 @@ def logprobs_of(
     none = jnp.zeros(num_rows, jnp.float32), jnp.zeros(num_rows, jnp.int32)
     none_of_best = (jnp.zeros((num_rows, max_logprobs), dtype) for dtype in (jnp.int32, jnp.float32))
 
-    def compute(rows):
+    def compute(rows, _):
         return _logprobs(logits[rows], token_ids[rows], max_logprobs)
 
     return _of_wanted_rows(compute, are_wanted, (*none, *none_of_best))

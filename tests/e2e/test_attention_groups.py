@@ -14,7 +14,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, logprobs=
 SIZE, CHUNK, LENGTH = 4, 32, 200
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case["config"]["model_type"])
+@pytest.fixture(
+    scope="module",
+    params=[CASES[0], pytest.param(CASES[1], marks=pytest.mark.long)],
+    ids=lambda case: case["config"]["model_type"],
+)
 def case(request):
     return request.param
 

@@ -10,9 +10,10 @@ from tiny_model import CONFIG, WITH_WINDOW, make_tiny_model
 from jpaged.config import DEFAULT_MODEL
 from jpaged.sampling_params import SamplingParams
 
+SLOW_WINDOW = pytest.param("window", marks=pytest.mark.slow)
 costly = pytest.mark.parametrize(  # many programs: the real model's take minutes to compile
     "model",
-    ["tiny", pytest.param("window", marks=pytest.mark.slow), pytest.param(DEFAULT_MODEL, marks=pytest.mark.slow)],
+    ["tiny", SLOW_WINDOW, pytest.param(DEFAULT_MODEL, marks=pytest.mark.slow)],
     indirect=True,
     scope="module",
 )
@@ -21,7 +22,7 @@ costly = pytest.mark.parametrize(  # many programs: the real model's take minute
 TINY = {"tiny": CONFIG, "window": WITH_WINDOW}
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("window", marks=pytest.mark.slow), DEFAULT_MODEL])
+@pytest.fixture(scope="module", params=["tiny", SLOW_WINDOW, pytest.param(DEFAULT_MODEL, marks=pytest.mark.long)])
 def model(request, tmp_path_factory) -> str:
     if request.param == DEFAULT_MODEL:
         return DEFAULT_MODEL

@@ -32,12 +32,7 @@ LOADS = {  # block size: lengths of prompts, output tokens: each sequence comes 
     16: ((5, 15, 16, 33), 40),
     64: ((46, 50, 62, 20), 100),
 }
-BLOCKS = {  # of the pool, by block size
-    "n=1": {4: 24, 16: 12, 64: 8},
-    "n=4": {4: 36, 16: 18, 64: 14},
-    "beam 4": {4: 36, 16: 17, 64: 14},
-    "speculative": {4: 36, 16: 17, 64: 14},
-}
+BLOCKS = {4: 36, 16: 17, 64: 14}  # of the pool, by their size
 SAMPLED = {"temperature": 1.0, "top_p": 0.9}
 KINDS = {
     "n=1": [{}, {"seed": 5, **SAMPLED}, {"seed": 6, "temperature": 0.7, "top_k": 7}, {"presence_penalty": 0.5}],
@@ -51,7 +46,7 @@ WAYS = [
     {"preemption_mode": "recompute", "async_scheduling": True, "enable_prefix_caching": False},
 ]
 
-pytestmark = equal_bits_in_bfloat16
+pytestmark = [equal_bits_in_bfloat16, pytest.mark.long]
 
 
 @pytest.fixture(
@@ -90,7 +85,7 @@ def alone(model, programs_dir):
 def make_small_engine(model: str, programs_dir: str, kind: str, block_size: int, **way) -> LLMEngine:
     lengths, max_tokens = LOADS[block_size]
     return make_engine(
-        model, programs_dir, dtype="bfloat16", block_size=block_size, num_blocks_override=BLOCKS[kind][block_size],
+        model, programs_dir, dtype="bfloat16", block_size=block_size, num_blocks_override=BLOCKS[block_size],
         max_num_batched_tokens=24, max_num_seqs=16, max_model_len=max(lengths) + max_tokens,
         speculative_config=NGRAM if kind == "speculative" else None, **way,
     )  # fmt: skip

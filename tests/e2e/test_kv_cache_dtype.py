@@ -17,6 +17,8 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.step import StepFunction
 from models.config import ModelConfig
 
+pytestmark = pytest.mark.long  # two dtypes, several programs each
+
 QUANTISED = ["int8", "fp8"]
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 

@@ -47,6 +47,7 @@ def generate(folder, programs_dir, size: int, kv_cache_dtype: str) -> list[list[
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kv_cache_dtype", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8"))]
 )

@@ -24,6 +24,8 @@ from pallas_kernels.paged_attention.mosaic_gpu_plan import partitions, row_tiles
 from pallas_kernels.paged_attention.reference import ragged_paged_attention_reference
 from pallas_kernels.paged_attention.tiles_gpu import SMEM_PER_CTA, GpuTiles, default_gpu_tiles
 
+pytestmark = pytest.mark.long  # interpreters take seconds a program
+
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 NO_OPTIONS = dict(sliding_window=None, soft_cap=None, sinks=None, k_scale=None, v_scale=None, return_lse=True)
 REFUSED = ("group_4_block_64",)  # of head_dim 80

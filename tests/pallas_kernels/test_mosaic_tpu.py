@@ -28,6 +28,8 @@ from pallas_kernels.paged_attention.mosaic_tpu import ragged_paged_attention_mos
 from pallas_kernels.paged_attention.reference import ragged_paged_attention_reference
 from pallas_kernels.pool import logical_kv, pool_from_logical
 
+pytestmark = pytest.mark.long  # interpreters take seconds a program
+
 MODES = ("on_wait", "eager")
 # Small, so that sequences of the cases' lengths take several fetches, several products a fetch and several strips.
 TILES = TpuTiles(

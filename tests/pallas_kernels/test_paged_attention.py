@@ -168,8 +168,8 @@ def test_verified_tokens_equal_decoded_ones():
 
 @equal_bits_on_cpu
 @pytest.mark.parametrize("options", [(), (("sliding_window", 50),)], ids=["full", "window"])
-@pytest.mark.parametrize("block_size", [8, 16, 64])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [pytest.param(8, marks=pytest.mark.long), 16, 64])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.long)])
 def test_a_decoded_token_equals_the_same_in_a_prompt(block_size, head_dim, options):
     """So a sequence that is computed again, or goes on from what another one decoded, changes no bit."""
     case = Case("whole", prefill=((190, 190),), head_dim=head_dim, block_size=block_size, options=options)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long  # a process each
+
 SCRIPT = """
 import sys
 import jax, jax.numpy as jnp, numpy as np

@@ -1,10 +1,13 @@
 """The benchmark of sharing counts what forks save, and nothing else."""
 
+import pytest
 from bench_sharing import measure
 from engines import make_engine
 from tiny_model import make_tiny_model
 
 from jpaged.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.long  # an engine of its own
 
 
 def test_the_saving_is_that_of_the_prompts_full_blocks(tmp_path, programs_dir):

@@ -2,10 +2,13 @@
 
 import random
 
+import pytest
 from bench_speculation import TEXTS, misspelt, run
 from tiny_model import make_tiny_model
 
 from jpaged import LLM, SamplingParams
+
+pytestmark = pytest.mark.long  # engines of its own
 
 
 def test_a_misspelt_text_differs_in_a_tenth_of_its_words():

@@ -10,6 +10,8 @@ from tiny_model import make_tiny_model
 from jpaged.bench.server_process import ServerProcess
 from jpaged.bench.workloads import BenchRequest
 
+pytestmark = pytest.mark.long  # a server of its own
+
 
 def test_a_rate_is_of_all_that_was_streamed_and_a_refusal_is_told(tmp_path, programs_dir):
     flags = (
