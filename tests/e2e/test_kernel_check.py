@@ -10,6 +10,8 @@ from jpaged.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.xla import ragged_paged_attention_xla
 
+pytestmark = pytest.mark.long  # a debug mode, with programs of its own
+
 REQUESTS = [Request([7, 8, 9] * n, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)) for n in (1, 13)]
 
 
