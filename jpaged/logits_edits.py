@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jpaged.packing import Packing
 from jpaged.sampling_batch import SamplingBatch
 from jpaged.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_BAD_WORD_TOKENS, SamplingParams
-from jpaged.wanted_rows import of_wanted_rows
+from jpaged.wanted_rows import some_at_a_time
 from pallas_kernels import AnyArray
 
 IN_PROMPT = 1 << 30  # a bit of `seen`
@@ -150,7 +150,7 @@ def edit_logits(
         temperature = jnp.where(batch.temperature[rows] > 0, batch.temperature[rows], 1.0)
         return _edit(scaled[rows], edits, batch.edit_slot[rows], temperature, banned)
 
-    return of_wanted_rows(edit, is_edited, scaled)
+    return some_at_a_time(edit, is_edited, scaled)
 
 
 def _edit(x, edits: LogitsEdits, slots, temperature, banned):

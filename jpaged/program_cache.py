@@ -4,6 +4,7 @@ JAX's own persistent cache saves the compiler's work, but its key is the lowered
 than a small model's program takes to load. This one is keyed by what the program is made from.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -105,11 +106,14 @@ def cache_dir(configured: str | None) -> Path:
 
 
 def _use_of(folder: Path) -> tuple[float, int]:
-    """When a folder was last used, and its bytes."""
-    try:
-        return folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir())
-    except FileNotFoundError:  # another process has just removed it
-        return 0.0, 0
+    """When a folder was last used, and its bytes; other processes write into it, and may remove it."""
+    last_used = num_bytes = 0
+    with contextlib.suppress(FileNotFoundError):
+        last_used = folder.stat().st_mtime
+        for file in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += file.stat().st_size
+    return last_used, num_bytes
 
 
 class ProgramCache:

@@ -1,8 +1,6 @@
 """sample(logits, parameters) -> tokens and log-probs: one program for every mix of requests."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jpaged.errors import NOT_FINITE, NOTHING_ALLOWED
 from jpaged.logits_edits import LogitsEdits, edit_logits
 from jpaged.sampling_batch import Sampled, SamplingBatch
-from jpaged.wanted_rows import GROUP, of_wanted_rows
+from jpaged.wanted_rows import of_wanted_rows
 from models.layers import largest, sum_alone
 
 
@@ -62,14 +60,7 @@ def choose_tokens(
 
     # What a cond returns is copied, from the branch that does nothing too: so tokens leave it, and never the logits.
     greedy = jax.lax.cond(jnp.any(is_plain), lambda x: _best(x)[0], lambda x: jnp.zeros(len(x), jnp.int32), logits)
-    return _of_wanted_rows(edit_and_draw, ~is_plain, greedy)
-
-
-def _of_wanted_rows(compute: Callable, are_wanted: Bool[Array, "R"], others):
-    """`of_wanted_rows`: on a CPU some at a time, so that their logits stay in its cache; elsewhere all at once, where there
-    are any."""
-    some, every = (partial(of_wanted_rows, compute, size=size) for size in (GROUP, len(are_wanted)))
-    return jax.lax.platform_dependent(are_wanted, others, cpu=some, default=every)
+    return of_wanted_rows(edit_and_draw, ~is_plain, greedy)
 
 
 def _edit_and_draw(edits: LogitsEdits, logits, batch: SamplingBatch, positions, is_edited, must_go_on):
@@ -210,7 +201,7 @@ def logprobs_of(
     def compute(rows, _):
         return _logprobs(logits[rows], token_ids[rows], max_logprobs)
 
-    return _of_wanted_rows(compute, are_wanted, (*none, *none_of_best))
+    return of_wanted_rows(compute, are_wanted, (*none, *none_of_best))
 
 
 def _logprobs(logits, token_ids, max_logprobs: int):

@@ -222,13 +222,20 @@ def test_draw_depends_on_neither_neighbours_nor_row_nor_padding():
 
 
 @equal_bits_on_cpu
-@pytest.mark.parametrize("vocab", [258, pytest.param(4096, marks=pytest.mark.long)])
-def test_a_rows_token_and_log_probs_are_the_same_to_the_bit_in_every_step(vocab):
+@pytest.mark.parametrize(
+    "vocab, sizes",
+    [
+        (258, (1, 3, 8, 10, 24, 48)),
+        pytest.param(258, (2, 6, 16, 32), marks=pytest.mark.long),
+        pytest.param(4096, (1, 2, 3, 6, 8, 10, 16, 24, 32, 48), marks=pytest.mark.long),
+    ],
+)
+def test_a_rows_token_and_log_probs_are_the_same_to_the_bit_in_every_step(vocab, sizes):
     logits, params, seeds, positions, banned = random_rows(64, vocab)
     params = [one | {"logprobs": 3} for one in params]
     batch = make_batch(params, seeds=seeds, positions=positions, banned=banned)
     together, rng = run_exactly(logits, *batch), np.random.default_rng(0)
-    for num_rows in (1, 3, 8, 10, 24, 48):
+    for num_rows in sizes:
         rows = rng.permutation(64)[:num_rows]
         got = run_exactly(logits[rows], *padded_rows(*batch, rows, num_rows))
         jax.tree.map(lambda one, every: np.testing.assert_array_equal(one, every[rows]), got, together)
