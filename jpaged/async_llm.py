@@ -1,31 +1,35 @@
-"""AsyncLLM: the engine on a thread of its own, and asyncio streams of its deltas."""
+"""AsyncLLM: asyncio streams of text over an engine in a process of its own."""
 
 import asyncio
-import gc
-import logging
-import queue
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from dataclasses import asdict, replace
 from typing import Any
 
+from jpaged.cache_spec import CacheSpec
 from jpaged.config import DEFAULT_MODEL, EngineConfig
-from jpaged.engine import LLMEngine
+from jpaged.engine_client import SHUT_DOWN, EngineClient
 from jpaged.errors import QueueFullError
-from jpaged.output_processor import RequestOutputBuilder
-from jpaged.outputs import OutputDelta, RequestOutput
-from jpaged.programs import NUM_COMPILE_THREADS
+from jpaged.levels import Levels
+from jpaged.metrics import EngineMetrics
+from jpaged.model_files import ModelFiles
+from jpaged.output_processor import OutputProcessor, RequestOutputBuilder
+from jpaged.outputs import OutputDelta, RequestOutput, TokenDelta
+from jpaged.programs import Progress
+from jpaged.request_check import RequestCheck
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason
-
-logger = logging.getLogger(__name__)
+from jpaged.step_metrics import StepStats
 
 
 class AsyncLLM:
-    """The server's door: many callers on event loops, one engine.
+    """The server's door: many callers on event loops, one engine, which schedules and computes in its own process.
 
-    Callers only put commands into an inbox and take deltas out of a queue of their own; the engine is touched by its
-    thread alone. model is what --model takes; further arguments are EngineConfig's fields.
+    What is not for the device is done here, on the loop of whoever streams: text, stop strings, log-probs' tokens, ranks
+    and metrics. model is what --model takes; further arguments are EngineConfig's fields. Raises ValueError, OSError or
+    NotImplementedError for what cannot be loaded.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **engine_config: Any):
@@ -33,32 +37,46 @@ class AsyncLLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "AsyncLLM":
-        """Loads the model (blocking), then starts the engine thread and compilation in the background."""
+        """Loads the model (blocking), and has its programs compiled in the background."""
         self = cls.__new__(cls)
         self._start(config)
         return self
 
     def _start(self, config: EngineConfig) -> None:
         self.config = config
-        self._engine = LLMEngine(config)
-        self.tokenizer = self._engine.tokenizer
-        self.model_config = self._engine.model_config
-        self.max_model_len = self._engine.max_model_len
-        self.generation_defaults = self._engine.generation_defaults
-        self.metrics = self._engine.metrics
-        self._inbox: queue.SimpleQueue[Callable[[], list[OutputDelta]]] = queue.SimpleQueue()
-        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[OutputDelta], int]] = {}
-        self._answers: set[Future] = set()  # that somebody waits for
-        self._stopping = False
+        self.metrics = EngineMetrics.of(config)
+        self.progress = Progress()
+        self.num_xla_compilations = 0  # of the engine's process, other programs included
+        self._streams: dict[str, _Stream] = {}
+        self._answers: dict[int, Future] = {}  # that somebody waits for
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # for what follows: several event loops may stream
+        self._num_added = self._num_seen = 0  # requests that the engine was told of, and those that its levels know of
         self._death: str | None = None
-        gc.freeze()  # what was loaded stays for good: the collector need not walk it again and again
-        self._engine.runner.programs.compile_in_background(num_threads=NUM_COMPILE_THREADS)
-        self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
-        self._thread.start()
+        self._hears = {
+            "step": self._on_step, "levels": self._on_levels, "compiled": self.metrics.on_compile,
+            "progress": self._on_progress, "answer": self._on_answer,
+        }  # fmt: skip
+        self._engine = EngineClient(lambda name, arguments: self._hears[name](*arguments), self._die)
+        try:
+            _, self.tokenizer, self.generation_defaults = ModelFiles.open(config)
+            facts, cache_config = self._engine.load(config)
+        except BaseException:
+            self._engine.close()
+            raise
+        self.metrics.set_cache_config(**cache_config)
+        spec = CacheSpec(**facts["spec"] | {"windows": tuple(facts["spec"]["windows"])})
+        check = RequestCheck.of(
+            config, spec, self.tokenizer, vocab_size=facts["vocab_size"], max_position=facts["max_position"]
+        )
+        self._check = replace(check, num_usable_blocks=facts["num_usable_blocks"])
+        self.max_model_len = spec.max_model_len
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError, one line, for a request that can never be served."""
-        self._engine.validate(prompt_token_ids, params)
+        self._check(prompt_token_ids, params)
+        if params.logits_processors:
+            raise ValueError("logits_processors cannot go to the engine's process: LLM has its engine in this one")
 
     async def stream(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
@@ -71,19 +89,24 @@ class AsyncLLM:
         self.validate(prompt_token_ids, params)
         if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is in use")
-        self._check_queue()
-        deltas: asyncio.Queue[OutputDelta] = asyncio.Queue()
-        self._streams[request_id] = asyncio.get_running_loop(), deltas, params.n
-        self._inbox.put(lambda: self._add(request_id, prompt_token_ids, params))
+        reader = OutputProcessor(
+            request_id, len(prompt_token_ids), params, self.tokenizer, self.metrics,
+            lambda index: self._engine.send("stop", request_id, index),
+        )  # fmt: skip
+        self._count_one_more()
+        self._streams[request_id] = stream = _Stream(asyncio.get_running_loop(), reader)
+        self._engine.send("add", request_id, prompt_token_ids, asdict(params))
         num_open = params.n
         try:
+            self.check_health()  # again: whoever ends the streams of a dead engine may have missed this one
             while num_open:
-                delta = await deltas.get()
+                delta = await stream.outputs.get()
                 num_open -= delta.finish_reason is not None
                 yield delta
         finally:
             del self._streams[request_id]
-            if num_open:
+            if not reader.is_finished:
+                reader.end(FinishReason.ABORT)
                 self.abort(request_id)
 
     async def generate(
@@ -98,118 +121,120 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; one that is unknown or has ended is left alone."""
-        self._inbox.put(lambda: self._engine.abort(request_id))
+        self._engine.send("abort", request_id)
 
     async def reset_prefix_cache(self) -> bool:
         """As LLM's. Raises RuntimeError when the engine is dead."""
-        answer: Future[bool] = Future()
-
-        def reset() -> list[OutputDelta]:
-            answer.set_result(self._engine.kv.reset_prefix_cache())
-            return []
-
-        self._answers.add(answer)
+        number, answer = next(self._numbers), Future()
+        self._answers[number] = answer
         try:
-            self._inbox.put(reset)
+            self._engine.send("reset_prefix_cache", number)
             self.check_health()
             return await asyncio.wrap_future(answer)
         finally:
-            self._answers.discard(answer)
+            del self._answers[number]
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._engine.pid
 
     def warmup_progress(self) -> tuple[int, int]:
         """(programs compiled, programs in all)."""
-        programs = self._engine.runner.programs
-        return programs.num_compiled, len(programs.keys)
+        return self.progress.num_compiled, self.progress.num_programs
 
     def warmup_error(self) -> str | None:
         """Why compiling ahead was given up, if it was: then programs are compiled on first use."""
-        error = self._engine.runner.programs.error
-        return None if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        return self.progress.error
 
     def is_ready(self) -> bool:
         """Whether every program is compiled. Requests are served before that, too."""
-        return self._engine.runner.programs.is_complete
+        return self.progress.is_complete
 
     def check_health(self) -> None:
-        """Raises RuntimeError with the reason when the engine thread is gone."""
+        """Raises RuntimeError with the reason when the engine's process is gone."""
         if self._death is not None:
             raise RuntimeError(self._death)
 
     def shutdown(self) -> None:
-        """Aborts what runs, and ends the engine thread and the compilation after what they have in hand."""
-        self._stopping = True
-        self._inbox.put(list)
-        self._thread.join()
+        """Ends the engine's process and aborts what runs."""
         self._engine.close()
 
-    def _check_queue(self) -> None:
-        """The limit counts those that must wait: not those that an engine with room will start in its next step."""
-        limit, scheduler = self.config.max_num_queued_requests, self._engine.scheduler
-        num_waiting = len(scheduler.waiting)
-        num_idle_rows = 0 if num_waiting else self.config.max_num_seqs - len(scheduler.running)
-        num_waiting += self._inbox.qsize() - num_idle_rows
-        if limit is not None and num_waiting >= limit:
-            raise QueueFullError(f"{num_waiting} requests are waiting; the limit is {limit}")
+    def _count_one_more(self) -> None:
+        """Raises QueueFullError. The limit counts those that must wait: not those that an engine with room will start in
+        its next step."""
+        limit = self.config.max_num_queued_requests
+        with self._lock:
+            levels = self.metrics.levels
+            num_idle_rows = 0 if levels.num_waiting else self.config.max_num_seqs - levels.num_running
+            num_waiting = levels.num_waiting + self._num_added - self._num_seen - num_idle_rows
+            if limit is not None and num_waiting >= limit:
+                raise QueueFullError(f"{num_waiting} requests are waiting; the limit is {limit}")
+            self._num_added += 1
 
-    def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> list[OutputDelta]:
-        try:
-            self._engine.add_request(request_id, prompt_token_ids, params)
-        except ValueError as error:  # validated before, so this is a duplicate id that another loop put in first
-            return _last_deltas(request_id, params.n, FinishReason.ERROR, str(error))
-        return []
+    def _on_step(self, num_added: int, stats: list | None, deltas: list[list]) -> None:
+        if stats is not None:
+            levels, *numbers = stats
+            with self._lock:
+                self._num_seen = num_added
+                self.metrics.on_step(StepStats(Levels(*levels), *numbers))
+        self._deliver([TokenDelta(*delta) for delta in deltas])
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                deltas = self._obey()
-                deltas += self._engine.step()
-                self._deliver(deltas)
-            self._die("the engine was shut down", FinishReason.ABORT)
-        except Exception as error:  # the thread's last frame: nobody else could tell the callers
-            logger.exception("the engine thread died")
-            self._die(f"the engine died: {error!r}", FinishReason.ERROR)
+    def _on_levels(self, num_added: int, levels: list) -> None:
+        with self._lock:
+            self._num_seen = num_added
+            self.metrics.on_levels(Levels(*levels))
 
-    def _obey(self) -> list[OutputDelta]:
-        """Runs the inbox's commands; waits for one where the engine has nothing to do."""
-        deltas = []
-        wait = not self._engine.has_work
-        while wait or not self._inbox.empty():
-            deltas += self._inbox.get()()
-            wait = False
-        return deltas
+    def _on_progress(self, progress: list, num_xla_compilations: int) -> None:
+        self.progress, self.num_xla_compilations = Progress(*progress), num_xla_compilations
 
-    def _deliver(self, deltas: list[OutputDelta]) -> None:
+    def _on_answer(self, number: int, value: bool) -> None:
+        answer = self._answers.get(number)
+        if answer is not None and answer.set_running_or_notify_cancel():
+            answer.set_result(value)
+
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
         """Wakes each event loop once, with all that is for it."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, OutputDelta]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenDelta]]] = {}
         for delta in deltas:
             if (stream := self._streams.get(delta.request_id)) is not None:
-                by_loop.setdefault(stream[0], []).append((stream[1], delta))
+                by_loop.setdefault(stream.loop, []).append((stream, delta))
         for loop, batch in by_loop.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_put_all, batch)
+            _call(loop, _read_all, batch)
 
-    def _die(self, reason: str, finish_reason: str) -> None:
+    def _die(self, reason: str) -> None:
+        """After the last message: everybody who waits hears that no more will come."""
         self._death = reason
-        for answer in list(self._answers):
-            if not answer.done():
+        is_failure = reason != SHUT_DOWN
+        for answer in list(self._answers.values()):
+            if answer.set_running_or_notify_cancel():
                 answer.set_exception(RuntimeError(reason))
-        error = reason if finish_reason == FinishReason.ERROR else None
-        self._deliver(
-            [
-                delta
-                for request_id, (_, _, n) in list(self._streams.items())
-                for delta in _last_deltas(request_id, n, finish_reason, error)
-            ]
-        )
+        ending = (FinishReason.ERROR, reason) if is_failure else (FinishReason.ABORT, None)
+        for stream in list(self._streams.values()):
+            _call(stream.loop, stream.end, *ending)
 
 
-def _last_deltas(request_id: str, n: int, finish_reason: str, error: str | None) -> list[OutputDelta]:
-    """Those of a request whose samples end without a token more."""
-    return [
-        OutputDelta(request_id, "", [], finish_reason=finish_reason, error=error, index=index) for index in range(n)
-    ]
+class _Stream:
+    """A request that is being read. Touched by its loop's thread alone."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, reader: OutputProcessor):
+        self.loop, self.reader = loop, reader
+        self.outputs: asyncio.Queue[OutputDelta] = asyncio.Queue()
+
+    def read(self, delta: TokenDelta) -> None:
+        for output in self.reader.process(delta):
+            self.outputs.put_nowait(output)
+
+    def end(self, reason: str, error: str | None) -> None:
+        for output in self.reader.end(reason, error):
+            self.outputs.put_nowait(output)
 
 
-def _put_all(batch: list[tuple[asyncio.Queue, OutputDelta]]) -> None:
-    for deltas, delta in batch:
-        deltas.put_nowait(delta)
+def _read_all(batch: list[tuple[_Stream, TokenDelta]]) -> None:
+    for stream, delta in batch:
+        stream.read(delta)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable, *arguments: object) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *arguments)

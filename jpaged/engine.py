@@ -1,89 +1,21 @@
-"""LLMEngine: requests in, deltas out, one step at a time. Single-threaded: AsyncLLM gives it a thread of its own."""
-
-import dataclasses
-import logging
-import random
-import time
-from pathlib import Path
+"""LLMEngine: requests in, deltas of text out, one step at a time."""
 
 from jpaged import debug
-from jpaged.bad_words import bad_word_tokens
-from jpaged.batch import BatchBuilder
 from jpaged.config import EngineConfig
-from jpaged.kept_rows import finish_kept_rows
-from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.engine_core import EngineCore
 from jpaged.levels import Levels
 from jpaged.metrics import EngineMetrics
-from jpaged.model_runner import ModelRunner
-from jpaged.output_processor import RequestState
-from jpaged.outputs import OutputDelta, RequestMetrics
-from jpaged.pinned_prefixes import PARAMS, PinnedPrefixes, read_prefix
-from jpaged.request_check import RequestCheck
-from jpaged.result_processor import ResultProcessor
+from jpaged.output_processor import OutputProcessor
+from jpaged.outputs import OutputDelta, RequestMetrics, TokenDelta
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Scheduler
-from jpaged.sequence import FinishReason, Sequence
-from jpaged.sequence_group import SequenceGroup
-from jpaged.steps_in_flight import StepFailed, StepsInFlight
-from jpaged.tokenizer import Tokenizer
-from models.weights import Checkpoint, open_checkpoint, recommended_sampling, resolve_model
-
-logger = logging.getLogger(__name__)
 
 
-def sampling_defaults(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, float]:
-    """What the model's authors recommend, unless the user prefers OpenAI's defaults."""
-    if config.generation_config == "none":
-        return {}
-    own = dataclasses.asdict(checkpoint.generation_defaults)
-    own.pop("eos_token_ids")
-    return recommended_sampling(config.model) | {name: value for name, value in own.items() if value is not None}
-
-
-class LLMEngine:
-    """The seven steps of docs/architecture.md, joined."""
+class LLMEngine(EngineCore):
+    """An EngineCore whose tokens become text at once, in the thread that steps it."""
 
     def __init__(self, config: EngineConfig):
-        self.config = config
-        checkpoint = open_checkpoint(resolve_model(config.model, config.download_dir, config.revision))
-        template = None if config.chat_template is None else Path(config.chat_template).read_text(encoding="utf-8")
-        self.tokenizer = Tokenizer.from_checkpoint(checkpoint, template)
-        self.generation_defaults = sampling_defaults(config, checkpoint)
-        self.metrics = EngineMetrics((config.served_model_name or (config.model,))[0])
-        self.runner = ModelRunner(config, checkpoint, self.tokenizer.encode, self.metrics.on_compile)
-        self.model_config, self.spec = self.runner.model_config, self.runner.spec
-        self.metrics.set_cache_config(
-            block_size=self.spec.block_size,
-            num_blocks=self.spec.num_blocks,
-            cache_dtype=self.runner.layout.dtype,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        self.validate = RequestCheck.of(
-            config, self.spec, self.tokenizer,
-            vocab_size=self.model_config.vocab_size, max_position=self.model_config.max_position,
-        )  # fmt: skip
-        self.kv = KVCacheManager(
-            self.spec, enable_prefix_caching=config.enable_prefix_caching, num_host_blocks=self.runner.num_host_blocks
-        )
-        self.scheduler = Scheduler(config, self.kv, self.runner.preemption())
-        self.batch_builder = BatchBuilder(config, self.spec, self.model_config.vocab_size)
-        self.pins = PinnedPrefixes(self.kv, self.add_request)
-        self.results = ResultProcessor(self.scheduler, self.tokenizer, self.metrics, self.pins.computing)
-        self.requests = self.results.requests
-        self._seeds = random.Random(config.seed)
-        self.in_flight = StepsInFlight(self.runner, depth=1 if config.async_scheduling else 0)
-        self._num_failed_steps = 0  # in a row
-        for path in config.pin_prefix:
-            self.pin_prefix(read_prefix(path, self.tokenizer.encode))
-        logger.info(self.runner.memory.table(self.pins.num_blocks, self.runner.num_host_blocks))
-
-    @property
-    def max_model_len(self) -> int:
-        return self.spec.max_model_len
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work or len(self.in_flight) > 0
+        self._readers: dict[str, OutputProcessor] = {}
+        super().__init__(config, EngineMetrics.of(config))
 
     def add_request(
         self,
@@ -93,136 +25,30 @@ class LLMEngine:
         *,
         arrival_time: float | None = None,
     ) -> RequestMetrics:
-        """Queues a request; returns its times, which are filled in as they come.
-
-        Raises ValueError for one that cannot be served (see `validate`) or whose id is in use.
-        """
-        self.validate(prompt_token_ids, params)
-        if request_id in self.requests:
-            raise ValueError(f"request id {request_id!r} is in use")
-        seq = Sequence(
-            request_id,
-            prompt_token_ids,
-            params,
-            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
-            max_tokens=self.validate.max_tokens(len(prompt_token_ids), params),
-            eos_token_ids=self.tokenizer.eos_token_ids,
-            bad_words=bad_word_tokens(params.bad_words, self.tokenizer),
-            drafter=self.scheduler.speculation.drafter_for(params),
-        )
-        seqs = SequenceGroup(seq, params.num_samples).sequences if params.num_samples > 1 else [seq]
-        self.requests[request_id] = RequestState(seqs, self.tokenizer, arrival_time or time.monotonic())
-        for seq in seqs:
-            self.scheduler.add(seq)
-        return self.requests[request_id].metrics
-
-    def pin_prefix(self, token_ids: list[int]) -> None:
-        """Queues a prefix to be computed once and never evicted. Raises ValueError for one that cannot be."""
-        self.validate(token_ids, PARAMS)
-        self.pins.add(token_ids, self.scheduler.sequences)
-        self._set_room_beside_pins()
-
-    def _set_room_beside_pins(self) -> None:
-        num_left = self.spec.num_usable_blocks - self.pins.num_blocks
-        self.validate = dataclasses.replace(self.validate, num_usable_blocks=num_left)
+        """As EngineCore's. Returns the request's times, which are filled in as they come."""
+        super().add_request(request_id, prompt_token_ids, params)
+        reader = OutputProcessor(
+            request_id, len(prompt_token_ids), params, self.tokenizer, self.metrics,
+            lambda index: self.stop(request_id, index), arrival_time,
+        )  # fmt: skip
+        self._readers[request_id] = reader
+        return reader.times
 
     def abort(self, request_id: str) -> list[OutputDelta]:
-        """Ends a request and frees its blocks at once; returns its last deltas, none where it is unknown or has ended."""
-        state = self.requests.get(request_id)
-        if state is None:
-            return []
-        deltas = self.results.give_up(state, FinishReason.ABORT)
-        self.metrics.levels = Levels.of(self.scheduler)
-        return deltas
+        return self.read(super().abort(request_id))
 
     def step(self) -> list[OutputDelta]:
-        """Starts the next step, then returns what the oldest step in flight added to each request.
+        return self.read(super().step())
 
-        With async scheduling the device is given step N + 1 before the host has seen the result of N. Returns nothing
-        where there is no work.
-        """
-        deltas = []
-        try:
-            has_started = self._start_step()
-            if self.in_flight.is_full or (len(self.in_flight) and not has_started):
-                deltas = self._retire_step()
-        except StepFailed as failure:
-            deltas = self._settle(failure)
-        return self._take_pins(deltas)
-
-    def _start_step(self) -> bool:
-        """Plans and dispatches a step; False where there is nothing to compute, or nothing that can be planned yet."""
-        begin = time.monotonic()
-        plan = self.scheduler.schedule()
-        if plan is None or not plan.num_scheduled_tokens:
-            return False
-        if self.pins.computing:
-            self.pins.hold(plan.sampled)
-        host_step = self.batch_builder.build(plan)
-        for seq in plan.admitted:
-            metrics = self.requests[seq.request_id].metrics
-            metrics.first_scheduled_time = metrics.first_scheduled_time or begin
-        self.in_flight.submit(plan, host_step, planned_since=begin)
-        return True
-
-    def _retire_step(self) -> list[OutputDelta]:
-        """Waits for the oldest step in flight and processes its result."""
-        step, result = self.in_flight.retire()
-        self._num_failed_steps = 0
-        finish_kept_rows(self.runner, step.plan, result)
-        appended = self.scheduler.update(step.plan, result.token_ids)
-        self.results.take_prompt_logprobs(step.plan, result)
-        deltas = self.results.process(appended, result)
-        self.metrics.on_step(step.stats(self.scheduler, sum(max(1, len(token_ids)) for _, _, token_ids in appended)))
-        if not self.has_work:
-            self.in_flight.rest()
-        return deltas
-
-    def _take_pins(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
-        """Keeps the prefixes that a step has completed; returns the deltas that are for others."""
-        if self.pins.computing:
-            deltas = self.pins.take(deltas)
-            self._set_room_beside_pins()  # one that failed takes none
-        return deltas
-
-    def _settle(self, failure: StepFailed) -> list[OutputDelta]:
-        """After a failure: what an earlier step in flight still yields, and then a fresh start."""
-        deltas = []
-        if len(self.in_flight) and self.scheduler.in_flight[0] is not failure.plan:
-            try:
-                deltas = self._take_pins(self._retire_step())  # before `_recover`, which recomputes what is pinned
-            except StepFailed as earlier:
-                failure = earlier
-        return deltas + self._recover(failure)
-
-    def _recover(self, failure: StepFailed) -> list[OutputDelta]:
-        """A failed step may have consumed the donated pool: everyone is recomputed in a new one.
-
-        A second failure in a row ends the newest request of the step, so that one that breaks the step cannot take the
-        others with it for ever.
-        """
-        plan, error = failure.plan, failure.error
-        logger.error("a step of %d tokens failed; its requests are recomputed", plan.num_tokens, exc_info=error)
-        self._num_failed_steps += 1
-        newest = next((s for s in reversed(self.scheduler.running) if s in plan.num_scheduled_tokens), None)
-        self.in_flight.clear()
-        self.scheduler.preempt_all()
-        self.kv.forget()
-        self.runner.reset_state()
-        self.pins.recompute()
-        if self._num_failed_steps < 2 or newest is None:
-            return []
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        why = f"the engine failed to compute this request: {reason}"
-        return self.results.fail(self.requests[newest.request_id], why)
-
-    def snapshot(self) -> dict:
-        """Every block, table and queue as plain data."""
-        return debug.snapshot(self.scheduler)
-
-    def memory_map(self) -> str:
-        """The pool and who owns it, drawn in 100 columns."""
-        return debug.memory_map(self.snapshot(), self.tokenizer.decode)
+    def read(self, deltas: list[TokenDelta]) -> list[OutputDelta]:
+        """Makes text of what a step has given out."""
+        outputs = []
+        for delta in deltas:
+            reader = self._readers[delta.request_id]
+            outputs += reader.process(delta)
+            if reader.is_finished:
+                del self._readers[delta.request_id]
+        return outputs
 
     def stats(self) -> dict[str, float]:
         """What is in the engine now, sequences and the blocks that they hold and share, of each attention group where
@@ -234,7 +60,3 @@ class LLMEngine:
             "spec_decode_num_draft_tokens": self.metrics.num_draft_tokens,
             "spec_decode_num_accepted_tokens": self.metrics.num_accepted_tokens,
         }
-
-    def close(self) -> None:
-        """Stops compiling ahead. The engine can be used no more."""
-        self.runner.programs.close()

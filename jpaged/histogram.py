@@ -4,7 +4,7 @@ from bisect import bisect_left
 
 
 class Histogram:
-    """Counts by upper bound (inclusive), as Prometheus wants them. One thread writes."""
+    """Counts by upper bound (inclusive), as Prometheus wants them. Whoever writes sees to it that nobody else does."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -3,14 +3,16 @@
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import Self
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from jpaged.config import EngineConfig
 from jpaged.histogram import Histogram
 from jpaged.levels import Levels
 from jpaged.outputs import RequestMetrics
+from jpaged.step_metrics import StepStats
 
 DEFAULT_PREFIX = "jpaged:"
 
@@ -27,29 +29,11 @@ REQUEST_TOKENS = (
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
-@dataclass(slots=True)
-class StepStats:
-    """What one engine step did, and the levels after it."""
-
-    levels: Levels
-    num_scheduled_tokens: int = 0
-    num_padding_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_generation_tokens: int = 0
-    num_preemptions: int = 0
-    num_swapped_out: int = 0  # of these
-    num_draft_tokens: int = 0  # computed because they might come next
-    num_accepted_tokens: int = 0  # of these, did
-    prefix_cache_queries: int = 0  # tokens looked up
-    prefix_cache_hits: int = 0  # tokens found
-    host_gap_seconds: float = 0.0  # the device waited for the host this long before the step
-
-
 class EngineMetrics:
     """Every metric of one engine, in a registry of its own.
 
-    The engine thread calls on_step, on_inter_token_latency and on_finished, and sets levels, which may change between
-    steps, as by an abort; any thread calls the rest.
+    The engine calls on_step, and on_levels where they change between steps, as by an abort; whoever reads a request calls
+    on_inter_token_latency and on_finished. Any thread may call any of them.
     Numbers are plain attributes that become Prometheus families only when someone asks: a step costs about two
     microseconds, whatever the number of requests. prefix may be changed at any time.
     """
@@ -82,9 +66,17 @@ class EngineMetrics:
         self.decode_time = Histogram(SECONDS)
         self.request_prompt_tokens = Histogram(REQUEST_TOKENS)
         self.request_generation_tokens = Histogram(REQUEST_TOKENS)
-        self._lock = threading.Lock()  # for the counters that several threads write
+        self._lock = threading.Lock()  # for what several threads write
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """Those of the engine that config describes, under the first name that its model is served by."""
+        return cls((config.served_model_name or (config.model,))[0])
+
+    def on_levels(self, levels: Levels) -> None:
+        self.levels = levels
 
     def on_step(self, stats: StepStats) -> None:
         self.levels = stats.levels
@@ -101,27 +93,30 @@ class EngineMetrics:
         self.host_gap.observe(stats.host_gap_seconds)
 
     def on_inter_token_latency(self, seconds: float, num_tokens: int = 1) -> None:
-        """num_tokens tokens each came `seconds` after the one before in its request: one call serves a whole step."""
-        self.inter_token_latency.observe(seconds, num_tokens)
+        """num_tokens tokens each came `seconds` after the one before in its request."""
+        with self._lock:
+            self.inter_token_latency.observe(seconds, num_tokens)
 
     def on_finished(
         self, metrics: RequestMetrics, num_prompt_tokens: int, num_generation_tokens: int, finish_reason: str
     ) -> None:
-        """A request has ended in any way; what never happened (metrics' None) is not observed."""
-        self.request_success[finish_reason] += 1
-        self.request_prompt_tokens.observe(num_prompt_tokens)
-        self.request_generation_tokens.observe(num_generation_tokens)
+        """A request has ended in any way; what never happened (metrics' None) is not observed, and nothing of the time
+        after the first token where all tokens came at once, as those of beams."""
         arrival, scheduled = metrics.arrival_time, metrics.first_scheduled_time
         first, finished = metrics.first_token_time, metrics.finished_time
-        if scheduled is not None:
-            self.queue_time.observe(scheduled - arrival)
-        if first is not None:
-            self.time_to_first_token.observe(first - arrival)
+        with self._lock:
+            self.request_success[finish_reason] += 1
+            self.request_prompt_tokens.observe(num_prompt_tokens)
+            self.request_generation_tokens.observe(num_generation_tokens)
             if scheduled is not None:
-                self.prefill_time.observe(first - scheduled)
-        if finished is not None:
-            self.e2e_latency.observe(finished - arrival)
+                self.queue_time.observe(scheduled - arrival)
             if first is not None:
+                self.time_to_first_token.observe(first - arrival)
+                if scheduled is not None:
+                    self.prefill_time.observe(first - scheduled)
+            if finished is not None:
+                self.e2e_latency.observe(finished - arrival)
+            if first is not None and finished is not None and finished > first:
                 self.decode_time.observe(finished - first)
                 if num_generation_tokens > 1:
                     self.time_per_output_token.observe((finished - first) / (num_generation_tokens - 1))

@@ -1,162 +1,172 @@
-"""OutputProcessor: sampled tokens -> text, stop strings and log-probs, as deltas."""
+"""OutputProcessor: a request's token deltas -> text, stop strings, log-probs with their tokens' text, and ranks."""
 
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable
 
-from jpaged.beam_search import BeamSearch, Hypothesis
 from jpaged.detokenizer import StopStringChecker
-from jpaged.model_runner import StepResult
+from jpaged.metrics import EngineMetrics
 from jpaged.outputs import (
     CompletionOutput,
     Logprob,
     OutputDelta,
     RequestMetrics,
     RequestOutput,
+    TokenDelta,
+    TokenEntries,
     TokenLogprobs,
     merge_deltas,
 )
-from jpaged.sequence import FinishReason, Sequence
+from jpaged.sampling_params import SamplingParams
+from jpaged.sequence import FinishReason
 from jpaged.tokenizer import Tokenizer
 
 
-class RequestState:
-    """A request's samples, and the times of its life."""
+class OutputProcessor:
+    """What is made of one request by whoever reads it, and counted in metrics when it has ended.
 
-    __slots__ = ("samples", "metrics", "num_open", "beams", "_held_back")
+    stop: called with the index of a sample that has come to a stop string before the engine has ended it. What the engine
+    still says of it is surplus, and dropped.
+    """
 
-    def __init__(self, seqs: list[Sequence], tokenizer: Tokenizer, arrival_time: float):
-        self.samples = [SampleState(seq, tokenizer) for seq in seqs]
-        self.metrics = RequestMetrics(arrival_time)
-        self.beams = BeamSearch(seqs) if seqs[0].is_beam else None
-        self.num_open = len(seqs)  # samples that have not had their last delta
-        self._held_back: list[list[OutputDelta]] | None = [[] for _ in seqs] if seqs[0].params.is_ranked else None
+    def __init__(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        metrics: EngineMetrics,
+        stop: Callable[[int], None],
+        arrival_time: float | None = None,
+    ):
+        self.request_id, self.params = request_id, params
+        self.times = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._tokenizer, self._metrics, self._stop = tokenizer, metrics, stop
+        self._samples = [SampleText(index, params, tokenizer) for index in range(params.num_samples)]
+        self._num_open = len(self._samples)
+        self._held_back: list[list[OutputDelta]] | None = [[] for _ in self._samples] if params.is_ranked else None
 
-    def deliver(self, delta: OutputDelta) -> list[OutputDelta]:
-        """The deltas that may be given out now that this one is there; of ranked samples, only when all have ended."""
-        if delta.finish_reason is not None:
-            self.samples[delta.index].is_open = False
-            self.num_open -= 1
+    @property
+    def is_finished(self) -> bool:
+        return self._num_open == 0
+
+    def process(self, delta: TokenDelta) -> list[OutputDelta]:
+        """The deltas that may be given out now; of ranked samples, only when all have ended."""
+        sample, times = self._samples[delta.index], self.times
+        if sample.finish_reason is not None:
+            return []
+        if delta.token_ids:
+            if sample.last_token_time is not None:
+                num_tokens = len(delta.token_ids)
+                self._metrics.on_inter_token_latency((delta.time - sample.last_token_time) / num_tokens, num_tokens)
+            elif times.first_token_time is None:
+                times.first_token_time = delta.time
+            sample.last_token_time = delta.time
+        times.first_scheduled_time = times.first_scheduled_time or delta.first_scheduled_time
+        output = sample.advance(delta)
+        if self.params.logprobs is not None and delta.logprobs is not None:
+            output.logprobs = self._named(delta.logprobs[: len(output.token_ids)])
+        if delta.prompt_logprobs is not None:
+            output.prompt_logprobs = self._named(delta.prompt_logprobs)
+        if output.finish_reason is not None:
+            self._num_open -= 1
+            if delta.finish_reason is None:
+                self._stop(delta.index)
+            if self.is_finished:
+                times.finished_time = delta.time
+                self._count(output.finish_reason)
         if self._held_back is None:
-            return [delta]
-        self._held_back[delta.index].append(delta)
-        return [] if self.num_open else self._best()
+            return [output]
+        self._held_back[delta.index].append(output)
+        return self._best() if self.is_finished else []
 
-    def give_up(
-        self, reason: str, error: str | None = None, token_ids: Mapping[int, list[int]] = {}
-    ) -> list[OutputDelta]:
-        """The last deltas of a request that ends before its time, with the tokens that samples, by their index, had
-        before that. The caller ends the sequences."""
-        ended = [
-            sample.give_up(reason, error, token_ids.get(sample.seq.index, [])) for sample in self.samples if sample.is_open
+    def end(self, reason: str, error: str | None = None) -> list[OutputDelta]:
+        """The last deltas of a request of which the engine will say no more."""
+        now = time.monotonic()
+        last = [
+            TokenDelta(self.request_id, s.index, [], now, finish_reason=reason, error=error)
+            for s in self._samples
+            if s.finish_reason is None
         ]
-        return [out for delta in ended for out in self.deliver(delta)]
+        return [output for delta in last for output in self.process(delta)]
+
+    def _named(self, entries: list[TokenEntries | None]) -> list[TokenLogprobs | None]:
+        named = self._tokenizer.decoded_token
+        return [
+            at and {token_id: Logprob(logprob, rank, named(token_id)) for token_id, logprob, rank in at} for at in entries
+        ]
+
+    def _count(self, finish_reason: str) -> None:
+        num_generated = sum(sample.num_tokens for sample in self._samples)
+        self._metrics.on_finished(self.times, self._num_prompt_tokens, num_generated, finish_reason)
 
     def _best(self) -> list[OutputDelta]:
-        params = self.samples[0].seq.params
-        ranked = sorted(self.samples, key=lambda sample: -sample.cumulative_logprob)
-        deltas = [merge_deltas(self._held_back[sample.seq.index]) for sample in ranked]
-        best, dropped = deltas[: params.n], deltas[params.n :]
+        ranked = sorted(self._samples, key=lambda sample: -sample.cumulative_logprob)
+        deltas = [merge_deltas(self._held_back[sample.index]) for sample in ranked]
+        best, dropped = deltas[: self.params.n], deltas[self.params.n :]
         for rank, delta in enumerate(best):
             delta.index = rank
-            delta.logprobs = None if params.logprobs is None else delta.logprobs
+            delta.logprobs = None if self.params.logprobs is None else delta.logprobs
             delta.cumulative_logprob = ranked[rank].cumulative_logprob
         best[0].prompt_logprobs = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None)
         best[-1].num_dropped_tokens = sum(len(delta.token_ids) for delta in dropped)
         return best
 
 
-class SampleState:
+class SampleText:
     """The text of one sample so far."""
 
-    __slots__ = ("seq", "detokenizer", "stop_checker", "last_token_time", "cumulative_logprob", "prompt_logprobs", "is_open")
+    __slots__ = (
+        "index", "num_tokens", "cumulative_logprob", "last_token_time", "finish_reason", "_min_tokens", "_detokenizer",
+        "_stop_checker", "_num_cached_tokens",
+    )  # fmt: skip
 
-    def __init__(self, seq: Sequence, tokenizer: Tokenizer):
-        params = seq.params
-        self.seq = seq
-        is_asked = params.prompt_logprobs is not None and seq.index == 0  # the first sample's are the request's
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if is_asked else None
-        self.detokenizer = tokenizer.stream(params.skip_special_tokens, is_continuation=True)
-        self.stop_checker = StopStringChecker(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer):
+        self.index = index
+        self.num_tokens = 0
+        self.cumulative_logprob = 0.0  # where the engine tells the tokens' log-probs
         self.last_token_time: float | None = None
-        self.cumulative_logprob = 0.0  # kept where samples are ranked by it
-        self.is_open = True
+        self.finish_reason: str | None = None
+        self._min_tokens = params.min_tokens
+        self._num_cached_tokens = 0
+        self._detokenizer = tokenizer.stream(params.skip_special_tokens, is_continuation=True)
+        self._stop_checker = StopStringChecker(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
 
-    def advance(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> OutputDelta:
-        """The delta of the tokens that the sequence has more.
-
-        Where one completes a stop string, it is the last, here and in the sequence; the delta says so and the caller
-        ends the sequence.
-        """
-        seq, checker = self.seq, self.stop_checker
-        num_before = seq.num_output_tokens - len(token_ids)
-        text, may_stop = "", num_before >= seq.params.min_tokens
+    def advance(self, delta: TokenDelta) -> OutputDelta:
+        """The same with text and without log-probs. The token that completes a stop string is the last, wherever the
+        engine went on to."""
+        token_ids, checker = delta.token_ids, self._stop_checker
+        is_given_up = delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        text, may_stop = "", not is_given_up and self.num_tokens >= self._min_tokens
         for number, token_id in enumerate(token_ids, start=1):
-            may_stop = num_before + number >= seq.params.min_tokens
-            text += checker.push(self.detokenizer.push(token_id), may_stop=may_stop)
+            may_stop = not is_given_up and self.num_tokens + number >= self._min_tokens
+            text += checker.push(self._detokenizer.push(token_id), may_stop=may_stop)
             if checker.stop_string is not None:
-                del token_ids[number:], seq.token_ids[seq.num_prompt_tokens + num_before + number :]
-                logprobs = logprobs and logprobs[:number]
+                token_ids = token_ids[:number]
                 break
-        if seq.is_finished:
-            text += checker.push(self.detokenizer.flush(), may_stop=may_stop) + checker.flush()
-        delta = OutputDelta(
-            request_id=seq.request_id,
+        reason, stop_reason = delta.finish_reason, delta.stop_reason
+        if reason is not None:
+            text += checker.push(self._detokenizer.flush(), may_stop=may_stop) + checker.flush()
+        if checker.stop_string is not None:
+            reason, stop_reason = FinishReason.STOP, checker.stop_string
+        if delta.logprobs is not None:
+            self.cumulative_logprob = sum(
+                (entries[0][1] for entries in delta.logprobs[: len(token_ids)]), self.cumulative_logprob
+            )
+        self.num_tokens += len(token_ids)
+        self.finish_reason = reason
+        self._num_cached_tokens = delta.num_cached_tokens or self._num_cached_tokens
+        return OutputDelta(
+            request_id=delta.request_id,
             text=text,
             token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            num_cached_tokens=seq.num_cached_tokens or 0,
-            index=seq.index,
-        )
-        self.prompt_logprobs = None
-        if checker.stop_string is not None:
-            delta.finish_reason, delta.stop_reason = FinishReason.STOP, checker.stop_string
-        return delta
-
-    def become(self, hypothesis: Hypothesis) -> OutputDelta:
-        """The only delta of a beam, when the search is over."""
-        seq = self.seq
-        seq.finish_reason, seq.stop_reason = hypothesis.finish_reason, hypothesis.stop_reason
-        seq.token_ids[seq.num_prompt_tokens :] = hypothesis.token_ids
-        delta = self.advance(hypothesis.token_ids, None)
-        delta.cumulative_logprob = hypothesis.cumulative_logprob
-        return delta
-
-    def give_up(self, reason: str, error: str | None = None, token_ids: Collection[int] = ()) -> OutputDelta:
-        """The last delta of a sample that ends before its time, with the tokens that it had before that."""
-        text = "".join(map(self.detokenizer.push, token_ids)) + self.detokenizer.flush()
-        return OutputDelta(
-            self.seq.request_id,
-            self.stop_checker.push(text, may_stop=False) + self.stop_checker.flush(),
-            list(token_ids),
             finish_reason=reason,
-            num_cached_tokens=self.seq.num_cached_tokens or 0,
-            error=error,
-            index=self.seq.index,
+            stop_reason=stop_reason,
+            num_cached_tokens=self._num_cached_tokens,
+            error=delta.error,
+            index=delta.index,
+            cumulative_logprob=delta.cumulative_logprob,
         )
-
-
-def token_logprobs(
-    num_top: int | None, token_id: int, result: StepResult, row: int, tokenizer: Tokenizer
-) -> TokenLogprobs | None:
-    """A token's log-prob and the best num_top, from row of a step's result; None where num_top is."""
-    if num_top is None:
-        return None
-    sampled = result.logprobs
-    entries = {
-        token_id: Logprob(float(sampled.logprobs[row]), int(sampled.ranks[row]), tokenizer.decoded_token(token_id))
-    }
-    best = zip(sampled.top_ids[row, :num_top].tolist(), sampled.top_logprobs[row].tolist())
-    for rank, (top_id, logprob) in enumerate(best, start=1):
-        entries.setdefault(top_id, Logprob(logprob, rank, tokenizer.decoded_token(top_id)))
-    return entries
-
-
-def best_tokens(result: StepResult, row: int, count: int) -> list[tuple[int, float]]:
-    """(token, log-prob) of the most likely ones, from row of a step's result."""
-    sampled = result.logprobs
-    return list(zip(sampled.top_ids[row, :count].tolist(), sampled.top_logprobs[row, :count].tolist()))
 
 
 class RequestOutputBuilder:

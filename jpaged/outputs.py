@@ -3,6 +3,31 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
+
+TokenEntries = list[tuple[int, float, int]]
+"""(token id, log-prob, rank) at one position: the chosen token first, then the best ones in order of rank."""
+
+
+class TokenDelta(NamedTuple):
+    """What one step added to one sample of a request, before it is text. The last one has a finish_reason.
+
+    time: when the step's result came, in seconds of time.monotonic's clock. logprobs: of each token, where the request
+    asks for them or its samples are ranked by them. num_cached_tokens and first_scheduled_time: in the first one at least.
+    """
+
+    request_id: str
+    index: int  # of the sample
+    token_ids: list[int]
+    time: float
+    logprobs: list[TokenEntries] | None = None
+    prompt_logprobs: list[TokenEntries | None] | None = None  # with the first token, of the whole prompt
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    first_scheduled_time: float | None = None  # of the request
+    cumulative_logprob: float | None = None  # of a beam
+    error: str | None = None
 
 
 @dataclass(frozen=True)

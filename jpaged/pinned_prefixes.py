@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jpaged.block_table import BlockTable
 from jpaged.kv_cache_manager import KVCacheManager
-from jpaged.outputs import OutputDelta
+from jpaged.outputs import TokenDelta
 from jpaged.prefix_cache import BlockHash, hash_block, root_hash
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import Sequence
@@ -70,7 +70,7 @@ class PinnedPrefixes:
             if seq.request_id in self.computing:
                 self._tables[seq.request_id] = self._kv.pinned.hold_tail(seq)
 
-    def take(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+    def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """Pins what a step has completed; returns the deltas that are for others. To be called before the next step is
         planned, which might take the blocks. One that failed may be pinned again."""
         others = []

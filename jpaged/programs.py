@@ -6,10 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
 NUM_COMPILE_THREADS = min(os.cpu_count() or 1, 4)
+
+
+class Progress(NamedTuple):
+    """How far compiling ahead has come. error: one line, why it was given up; then programs are compiled on first use."""
+
+    num_compiled: int = 0
+    num_programs: int = 0
+    is_complete: bool = False
+    error: str | None = None
 
 
 class Programs:
@@ -77,6 +87,11 @@ class Programs:
         """Whether every program of `keys` is there."""
         return self._ready.issuperset(self.keys)
 
+    @property
+    def progress(self) -> Progress:
+        error = None if self.error is None else f"{type(self.error).__name__}: {self.error}".splitlines()[0]
+        return Progress(self.num_compiled, len(self.keys), self.is_complete, error)
+
     def prepare(self, key: Hashable) -> None:
         """Compiles a program ahead of its use."""
         self._get(key, "warmup")
@@ -88,18 +103,22 @@ class Programs:
 
     def compile_all(self) -> None:
         """Compiles what is missing, in order, until it is done or `close` is called."""
-        self._compile_each(iter(self.keys))
+        self._compile_each(iter(self.keys), lambda: None)
 
-    def compile_in_background(self, num_threads: int = 1) -> None:
-        """Starts threads that do `compile_all` together. What they cannot compile is logged and left to first use."""
+    def compile_in_background(self, num_threads: int = 1, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Starts threads that do `compile_all` together. What they cannot compile is logged and left to first use.
+
+        on_progress is called, by any of them, after each program and when they give up.
+        """
         keys = iter(self.keys)  # shared: each thread takes the next
 
         def work():
             try:
-                self._compile_each(keys)
+                self._compile_each(keys, on_progress)
             except Exception as error:  # the thread's last frame: a step that needs the program will raise it again
                 self.error = error
                 logger.exception("compiling ahead failed; programs are compiled on first use instead")
+                on_progress()
 
         self._threads = [threading.Thread(target=work, name="jpaged-compile", daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
@@ -111,8 +130,9 @@ class Programs:
         for thread in self._threads:
             thread.join()
 
-    def _compile_each(self, keys: Iterator[Hashable]) -> None:
+    def _compile_each(self, keys: Iterator[Hashable], on_progress: Callable[[], None]) -> None:
         for key in keys:
             if self._stopping.is_set():
                 return
             self.prepare(key)
+            on_progress()

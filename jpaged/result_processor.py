@@ -1,71 +1,68 @@
-"""ResultProcessor: the results of steps -> the deltas of requests."""
+"""ResultProcessor: the results of steps -> the token deltas of requests."""
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping
 
-from jpaged.metrics import EngineMetrics
+from jpaged.beam_search import BeamSearch
 from jpaged.model_runner import StepResult
-from jpaged.output_processor import RequestState, best_tokens, token_logprobs
-from jpaged.outputs import OutputDelta
+from jpaged.outputs import TokenDelta, TokenEntries
 from jpaged.scheduler import Scheduler
 from jpaged.scheduler_output import SchedulerOutput
 from jpaged.sequence import FinishReason, Sequence
-from jpaged.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-class ResultProcessor:
-    """Knows every request that has not ended, in `requests`, and ends them when their samples have ended.
+class RequestState:
+    """A request's sequences, and those of them, by their index, that have not had their last delta.
 
-    unmeasured: the ids of requests that are the engine's own.
+    has_only_tokens: what is left to say of a request before its end is its one sample's tokens.
     """
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, metrics: EngineMetrics, unmeasured: set[str]):
-        self.scheduler, self.tokenizer, self.metrics, self.unmeasured = scheduler, tokenizer, metrics, unmeasured
+    __slots__ = ("seqs", "open", "needs_logprobs", "has_only_tokens", "beams", "prompt_logprobs", "first_scheduled_time")
+
+    def __init__(self, seqs: list[Sequence]):
+        self.seqs = seqs
+        self.open = set(range(len(seqs)))
+        self.needs_logprobs = seqs[0].params.needs_logprobs
+        self.has_only_tokens = False
+        self.beams = BeamSearch(seqs) if seqs[0].is_beam else None
+        self.prompt_logprobs: list[TokenEntries | None] | None = (
+            None if seqs[0].params.prompt_logprobs is None else [None]
+        )
+        self.first_scheduled_time: float | None = None
+
+
+class ResultProcessor:
+    """Knows every request that has not ended, in `requests`, and ends them when their samples have ended."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
 
-    def process(self, appended: list[tuple[int, Sequence, list[int]]], result: StepResult) -> list[OutputDelta]:
+    def process(self, appended: list[tuple[int, Sequence, list[int]]], result: StepResult) -> list[TokenDelta]:
         """What a step's result gives out; appended is what `Scheduler.update` says of it."""
         deltas, now = [], time.monotonic()
-        gaps = Counter()  # most rows of a step waited equally long
         for row, seq, token_ids in appended:
             state = self.requests.get(seq.request_id)
             if state is None:  # another of its samples has just failed
                 continue
-            if seq.error is not None:
+            if state.has_only_tokens and seq.finish_reason is None:
+                deltas.append(TokenDelta(seq.request_id, 0, token_ids, now))
+            elif seq.error is not None:
                 deltas += self.fail(state, seq.error, {seq.index: token_ids})
-                continue
-            if seq.is_beam:
+            elif seq.is_beam:
                 deltas += self._advance_beams(state, seq, result, row, now)
-                continue
-            sample = state.samples[seq.index]
-            if sample.last_token_time is not None:
-                gaps[(now - sample.last_token_time) / len(token_ids)] += len(token_ids)
-            elif state.metrics.first_token_time is None:
-                state.metrics.first_token_time = now
-            sample.last_token_time = now
-            logprobs = None
-            if seq.params.logprobs is not None:
+            elif state.needs_logprobs:
                 logprobs = [
-                    token_logprobs(seq.params.logprobs, token_id, result, at, self.tokenizer)
+                    token_entries(seq.params.logprobs or 0, token_id, result, at)
                     for at, token_id in enumerate(token_ids, start=row)
                 ]
-            delta = sample.advance(token_ids, logprobs)
-            if seq.params.is_ranked:
-                sample.cumulative_logprob = sum(
-                    result.logprobs.logprobs[row : row + len(token_ids)].tolist(), sample.cumulative_logprob
-                )
-            if delta.finish_reason is not None:
-                self.scheduler.finish(seq, delta.finish_reason)  # does nothing where the scheduler has ended it
-                seq.finish_reason, seq.stop_reason = delta.finish_reason, delta.stop_reason
-            deltas += state.deliver(delta)
-            if state.num_open == 0:
-                self._close(state)
-        for gap, num_tokens in gaps.items():
-            self.metrics.on_inter_token_latency(gap, num_tokens)
+                deltas.append(self._delta(state, seq, token_ids, now, logprobs))
+            else:
+                deltas.append(self._delta(state, seq, token_ids, now, None))
+                state.has_only_tokens = len(state.seqs) == 1
         return deltas
 
     def take_prompt_logprobs(self, plan: SchedulerOutput, result: StepResult) -> None:
@@ -73,36 +70,43 @@ class ResultProcessor:
         row = plan.num_sampled_rows
         for seq, first, end in plan.prompt_logprobs:
             state = self.requests.get(seq.request_id)
-            if state is not None and (sample := state.samples[seq.index]).seq is seq:
-                known = sample.prompt_logprobs
+            if state is not None and state.seqs[seq.index] is seq:
+                known = state.prompt_logprobs
                 assert len(known) == first + 1, f"{seq} has {len(known)} of its prompt"
                 known += [
-                    token_logprobs(seq.params.prompt_logprobs, token_id, result, at, self.tokenizer)
+                    token_entries(seq.params.prompt_logprobs, token_id, result, at)
                     for at, token_id in enumerate(seq.token_ids[first + 1 : end + 1], start=row)
                 ]
             row += end - first
 
     def give_up(
         self, state: RequestState, reason: str, error: str | None = None, token_ids: Mapping[int, list[int]] = {}
-    ) -> list[OutputDelta]:
+    ) -> list[TokenDelta]:
         """Ends a request's samples as they are, with the tokens that some still had; returns their last deltas."""
-        for sample in state.samples:
-            self.scheduler.finish(sample.seq, reason)
-        deltas = state.give_up(reason, error, token_ids)
-        self._close(state)
-        return deltas
+        now = time.monotonic()
+        for seq in state.seqs:
+            self.scheduler.finish(seq, reason)
+        ended = {"finish_reason": reason, "stop_reason": None, "error": error}
+        open_seqs = [state.seqs[index] for index in sorted(state.open)]
+        return [self._delta(state, seq, token_ids.get(seq.index, []), now, None)._replace(**ended) for seq in open_seqs]
 
-    def fail(self, state: RequestState, error: str, token_ids: Mapping[int, list[int]] = {}) -> list[OutputDelta]:
+    def fail(self, state: RequestState, error: str, token_ids: Mapping[int, list[int]] = {}) -> list[TokenDelta]:
         """Gives up a request that cannot go on, and says why."""
-        logger.error("request %s failed: %s", state.samples[0].seq.request_id, error)
+        logger.error("request %s failed: %s", state.seqs[0].request_id, error)
         return self.give_up(state, FinishReason.ERROR, error, token_ids)
+
+    def stop(self, state: RequestState, index: int) -> None:
+        """Ends a sample in whose text a stop string was found. Nothing more is said of it; one that has ended is left
+        alone."""
+        if index in state.open:
+            self.scheduler.finish(state.seqs[index], FinishReason.STOP)
+            self._close(state, index)
 
     def _advance_beams(
         self, state: RequestState, seq: Sequence, result: StepResult, row: int, now: float
-    ) -> list[OutputDelta]:
+    ) -> list[TokenDelta]:
         """Takes what a step says of one beam, and moves the beams when it was the last; deltas only at the end."""
         beams = state.beams
-        state.metrics.first_token_time = state.metrics.first_token_time or now
         if not beams.report(seq.index, best_tokens(result, row, beams.num_candidates)):
             return []
         self.scheduler.beam_rows.mark_computed(beams.sequences)
@@ -111,17 +115,41 @@ class ResultProcessor:
             self.scheduler.beam_rows.move(beams.sequences, moves)
             return []
         deltas = []
-        for sample, hypothesis in zip(state.samples, beams.hypotheses, strict=True):
-            self.scheduler.finish(sample.seq, hypothesis.finish_reason)
-            deltas += state.deliver(sample.become(hypothesis))
-        self._close(state)
+        for beam, hypothesis in zip(state.seqs, beams.hypotheses, strict=True):
+            self.scheduler.finish(beam, hypothesis.finish_reason)
+            beam.stop_reason = hypothesis.stop_reason
+            delta = self._delta(state, beam, hypothesis.token_ids, now, None)
+            deltas.append(delta._replace(cumulative_logprob=hypothesis.cumulative_logprob))
         return deltas
 
-    def _close(self, state: RequestState) -> None:
-        seqs = [sample.seq for sample in state.samples]
-        del self.requests[seqs[0].request_id]
-        state.metrics.finished_time = time.monotonic()
-        if seqs[0].request_id in self.unmeasured:
-            return
-        num_generated = sum(seq.num_output_tokens for seq in seqs)
-        self.metrics.on_finished(state.metrics, seqs[0].num_prompt_tokens, num_generated, seqs[-1].finish_reason)
+    def _delta(
+        self, state: RequestState, seq: Sequence, token_ids: list[int], now: float, logprobs: list[TokenEntries] | None
+    ) -> TokenDelta:
+        if seq.finish_reason is not None:
+            self._close(state, seq.index)
+        prompt_logprobs = state.prompt_logprobs
+        if prompt_logprobs is not None:
+            prompt_logprobs, state.prompt_logprobs = (None, prompt_logprobs) if seq.index else (prompt_logprobs, None)
+        return TokenDelta(
+            seq.request_id, seq.index, token_ids, now, logprobs, prompt_logprobs, seq.finish_reason, seq.stop_reason,
+            seq.num_cached_tokens or 0, state.first_scheduled_time,
+        )  # fmt: skip
+
+    def _close(self, state: RequestState, index: int) -> None:
+        state.open.remove(index)
+        if not state.open:
+            del self.requests[state.seqs[0].request_id]
+
+
+def token_entries(num_top: int, token_id: int, result: StepResult, row: int) -> TokenEntries:
+    """A token's log-prob and the best num_top, from row of a step's result."""
+    sampled = result.logprobs
+    best = zip(sampled.top_ids[row, :num_top].tolist(), sampled.top_logprobs[row].tolist())
+    chosen = token_id, float(sampled.logprobs[row]), int(sampled.ranks[row])
+    return [chosen, *((top, logprob, rank) for rank, (top, logprob) in enumerate(best, start=1) if top != token_id)]
+
+
+def best_tokens(result: StepResult, row: int, count: int) -> list[tuple[int, float]]:
+    """(token, log-prob) of the most likely ones, from row of a step's result."""
+    sampled = result.logprobs
+    return list(zip(sampled.top_ids[row, :count].tolist(), sampled.top_logprobs[row, :count].tolist()))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from jpaged.batch import HostStep
 from jpaged.errors import KernelCheckFailed
 from jpaged.levels import Levels
-from jpaged.metrics import StepStats
 from jpaged.model_runner import ModelRunner, PendingResult, StepResult
 from jpaged.scheduler import Scheduler
 from jpaged.scheduler_output import SchedulerOutput
+from jpaged.step_metrics import StepStats
 
 
 class StepFailed(Exception):

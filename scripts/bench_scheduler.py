@@ -4,7 +4,7 @@
 
 Milliseconds a step on one core, median and 99th percentile. Sequences start as they do in an engine, prefilled under
 the token budget, so that they do not all need a new block in the same step. Prefix caching is on, as by default. Text,
-detokenised and searched for a stop string, is told apart: it is made while the next step runs.
+detokenised and searched for a stop string, is told apart: a server makes it in another process.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from jpaged.cache_spec import CacheSpec
 from jpaged.config import DEFAULT_MODEL, EngineConfig
 from jpaged.kv_cache_manager import KVCacheManager
 from jpaged.metrics import EngineMetrics
-from jpaged.output_processor import RequestState
-from jpaged.result_processor import ResultProcessor
+from jpaged.output_processor import OutputProcessor
+from jpaged.result_processor import RequestState, ResultProcessor
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import Sequence
@@ -33,7 +33,7 @@ from models.weights import open_checkpoint, resolve_model
 BARS = {32: 0.2, 256: 1.0, 512: 2.0, 1024: 4.0}  # sequences that run: ms a step
 MAX_MODEL_LEN = 8192  # SmolLM2's; the width of the block tables
 VOCAB_SIZE = 49152
-PARTS = ("schedule", "build", "update")  # that the bars are for
+PARTS = ("schedule", "build", "update")  # that the bars are for; update ends with the token deltas
 
 
 def run_decodes(
@@ -52,13 +52,14 @@ def run_decodes(
     builder = BatchBuilder(config, spec, VOCAB_SIZE)
     rng = random.Random(0)
     params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True, stop="\n\n\nUser:")
-    results = ResultProcessor(scheduler, tokenizer, EngineMetrics("none"), set())
+    results, metrics, readers = ResultProcessor(scheduler), EngineMetrics("none"), {}
     for i in range(num_seqs):
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
         seq = Sequence(str(i), prompt, params, seed=i, max_tokens=longest)
         scheduler.add(seq)
+        results.requests[str(i)] = RequestState([seq])
         if tokenizer is not None:
-            results.requests[str(i)] = RequestState([seq], tokenizer, time.monotonic())
+            readers[str(i)] = OutputProcessor(str(i), prompt_len, params, tokenizer, metrics, results.requests.pop)
 
     parts = (*PARTS, "text") if tokenizer is not None else PARTS
     times: dict[str, list[float]] = {part: [] for part in parts}
@@ -70,9 +71,11 @@ def run_decodes(
         builder.build(plan)
         built = time.perf_counter()
         appended = scheduler.update(plan, token_ids[: len(plan.sampled)])
+        deltas = results.process(appended, None)  # whose log-probs nobody asked for
         updated = time.perf_counter()
         if tokenizer is not None:
-            results.process(appended, None)  # whose log-probs nobody asked for
+            for delta in deltas:
+                readers[delta.request_id].process(delta)
         done = time.perf_counter()
         if plan.num_decodes == num_seqs:
             for part, seconds in zip(parts, (scheduled - start, built - scheduled, updated - built, done - updated)):

@@ -7,8 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jpaged.histogram import Histogram
 from jpaged.levels import Levels
-from jpaged.metrics import EngineMetrics, StepStats
+from jpaged.metrics import EngineMetrics
 from jpaged.outputs import RequestMetrics
+from jpaged.step_metrics import StepStats
 
 NAMES = {
     "num_requests_running", "num_requests_waiting", "num_forks_to_come", "num_block_copies_to_come",

@@ -1,108 +1,165 @@
 """Output: deltas add up to the text, a stop string never shows, and log-probs name the chosen token first."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tokenizers_on_disk import smollm2
 
+from jpaged.metrics import EngineMetrics
 from jpaged.model_runner import StepResult
-from jpaged.output_processor import RequestOutputBuilder, SampleState, token_logprobs
-from jpaged.outputs import OutputDelta
+from jpaged.output_processor import OutputProcessor, RequestOutputBuilder
+from jpaged.outputs import OutputDelta, TokenDelta
+from jpaged.result_processor import token_entries
 from jpaged.sampling_batch import Sampled
 from jpaged.sampling_params import SamplingParams
-from jpaged.sequence import FinishReason, Sequence, SequenceStatus
+from jpaged.sequence import FinishReason
 
 TOKENIZER = smollm2()
 TEXT = "The answer is 42.\n\nQ: What is next? 😀 naïve"
 
 
-def make(text=TEXT, *, finishes=True, **params):
-    """A sample, and its tokens: those of text, the last of which ends it by length where finishes."""
-    ids = TOKENIZER.encode(text, add_special_tokens=False)
-    limit = len(ids) if finishes else len(ids) + 1
-    seq = Sequence("r", [1, 2], SamplingParams(max_tokens=limit, **params), seed=0, max_tokens=limit)
-    return SampleState(seq, TOKENIZER), ids
+class Reader:
+    """A processor that is fed token by token as an engine would, and tells what it has asked the engine to stop."""
+
+    def __init__(self, **params):
+        self.params, self.metrics, self.stopped, self.now = SamplingParams(**params), EngineMetrics("tiny"), [], 10.0
+        self.processor = OutputProcessor("r", 2, self.params, TOKENIZER, self.metrics, self.stopped.append, arrival_time=9.0)
+
+    def take(self, *token_ids, index=0, **more) -> list[OutputDelta]:
+        self.now += 1.0
+        return self.processor.process(TokenDelta("r", index, list(token_ids), self.now, first_scheduled_time=9.5, **more))
+
+    def take_all(self, ids, index=0, reason=FinishReason.LENGTH) -> list[OutputDelta]:
+        """One by one; the last one ends the sample for that reason, wherever the reader has stopped listening."""
+        reasons = [None] * (len(ids) - 1) + [reason]
+        return [out for i, why in zip(ids, reasons) for out in self.take(i, index=index, finish_reason=why)]
 
 
-def advance(state, token_id, logprobs=None):
-    """What the engine does with a sampled token."""
-    reason = state.seq.append(token_id)
-    if reason is not None:
-        state.seq.finish_reason, state.seq.status = reason, SequenceStatus.FINISHED
-    return state.advance([token_id], logprobs and [logprobs])
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
 
 
-def advance_all(state, ids):
-    deltas = []
-    for token_id in ids:
-        deltas.append(advance(state, token_id))
-        if deltas[-1].finish_reason:
-            break
-    return deltas
+def text_of(outputs: list[OutputDelta]) -> str:
+    return "".join(output.text for output in outputs)
 
 
 def test_deltas_add_up_to_the_text_of_the_tokens():
-    state, ids = make()
-    deltas = advance_all(state, ids)
-    assert "".join(delta.text for delta in deltas) == TEXT
-    assert [delta.token_ids for delta in deltas] == [[token_id] for token_id in ids]
-    assert [delta.finish_reason for delta in deltas] == [None] * (len(ids) - 1) + [FinishReason.LENGTH]
+    ids = ids_of(TEXT)
+    outputs = Reader().take_all(ids)
+    assert text_of(outputs) == TEXT
+    assert [output.token_ids for output in outputs] == [[token_id] for token_id in ids]
+    assert [output.finish_reason for output in outputs] == [None] * (len(ids) - 1) + [FinishReason.LENGTH]
 
 
 @pytest.mark.parametrize("include, shown", [(False, "The answer is 42."), (True, "The answer is 42.\n\nQ:")])
-def test_stop_string_over_several_tokens_ends_the_request_and_never_shows_in_part(include, shown):
-    state, ids = make(stop=("\n\nQ:",), include_stop_str_in_output=include)
-    deltas = advance_all(state, ids)
-    assert len(TOKENIZER.encode("\n\nQ:", add_special_tokens=False)) > 1
-    assert "".join(delta.text for delta in deltas) == shown
-    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, "\n\nQ:")
-    assert len(deltas) < len(ids) and not state.seq.is_finished  # the caller ends it
+def test_stop_string_over_several_tokens_ends_the_request_once_and_never_shows_in_part(include, shown):
+    ids = ids_of(TEXT)
+    reader = Reader(stop=("\n\nQ:",), include_stop_str_in_output=include)
+    outputs = reader.take_all(ids)
+    assert len(ids_of("\n\nQ:")) > 1
+    assert text_of(outputs) == shown
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, "\n\nQ:")
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    assert num_tokens == len(outputs) < len(ids), "what the engine said after it is surplus"
+    assert reader.stopped == [0]
+    counted = reader.metrics.snapshot()
+    assert counted["request_success{finished_reason=stop}"] == 1 and counted["request_generation_tokens_sum"] == num_tokens
 
 
 def test_stop_string_completed_by_the_last_allowed_token_is_the_reason():
-    state, ids = make("one two", stop=("two",))
-    last = advance_all(state, ids)[-1]
+    reader = Reader(stop=("two",))
+    last = reader.take_all(ids_of("one two"))[-1]
     assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "two")
+    assert reader.stopped == [], "the engine has ended it itself"
 
 
 def test_head_of_a_stop_string_that_does_not_come_is_given_out_at_the_end():
-    state, ids = make("wait.\n\n", stop=("\n\nQ:",))
-    deltas = advance_all(state, ids)
-    assert "".join(delta.text for delta in deltas) == "wait.\n\n" and deltas[-1].finish_reason == FinishReason.LENGTH
+    outputs = Reader(stop=("\n\nQ:",)).take_all(ids_of("wait.\n\n"))
+    assert text_of(outputs) == "wait.\n\n" and outputs[-1].finish_reason == FinishReason.LENGTH
 
 
 def test_unfinished_character_is_flushed_at_the_end():
-    ids = TOKENIZER.encode("😀", add_special_tokens=False)
+    ids = ids_of("😀")
     assert len(ids) > 1
-    seq = Sequence("r", [1], SamplingParams(), seed=0, max_tokens=1)
-    assert advance(SampleState(seq, TOKENIZER), ids[0]).text == "\ufffd"
+    assert text_of(Reader().take_all(ids[:1])) == "\ufffd"
 
 
 def test_stop_strings_under_min_tokens_are_only_text():
-    state, ids = make("a b a b a b", stop=("b",), min_tokens=4)
-    text = "".join(delta.text for delta in advance_all(state, ids))
-    assert text == "a b a "
-    assert state.seq.num_output_tokens == 4
+    outputs = Reader(stop=("b",), min_tokens=4).take_all(ids_of("a b a b a b"))
+    assert text_of(outputs) == "a b a " and len(outputs) == 4
 
 
 def test_stop_token_that_is_special_is_not_shown_and_one_that_is_text_is():
     (eos,) = TOKENIZER.eos_token_ids
-    (word,) = TOKENIZER.encode(" next", add_special_tokens=False)
+    (word,) = ids_of(" next")
     for token_id, shown in ((eos, ""), (word, " next")):
-        seq = Sequence("r", [1], SamplingParams(stop_token_ids=(token_id,)), seed=0, max_tokens=9)
-        delta = advance(SampleState(seq, TOKENIZER), token_id)
-        assert (delta.text, delta.finish_reason, delta.stop_reason) == (shown, FinishReason.STOP, token_id)
+        (output,) = Reader().take(token_id, finish_reason="stop", stop_reason=token_id)
+        assert (output.text, output.finish_reason, output.stop_reason) == (shown, FinishReason.STOP, token_id)
 
 
 def test_given_up_request_gives_out_what_was_held_back_and_keeps_its_cached_tokens():
-    state, ids = make("wait.\n\n", finishes=False, stop=("\n\nQ:",))
-    state.seq.num_cached_tokens = 1
+    ids, reader = ids_of("wait.\n\n"), Reader(stop=("\n\nQ:",))
     builder = RequestOutputBuilder("r", "prompt", [1, 2])
-    for delta in advance_all(state, ids):
-        output = builder.add(delta)
+    for token_id in ids:
+        for delta in reader.take(token_id, num_cached_tokens=1):
+            output = builder.add(delta)
     assert output.outputs[0].text == "wait." and not output.finished
-    output = builder.add(state.give_up(FinishReason.ABORT))
+    for delta in reader.processor.end(FinishReason.ABORT):
+        output = builder.add(delta)
     assert (output.outputs[0].text, output.outputs[0].finish_reason, output.finished) == ("wait.\n\n", "abort", True)
     assert output.outputs[0].token_ids == ids and output.num_cached_tokens == 1
+
+
+def test_a_failing_sample_keeps_the_tokens_that_it_had_even_after_a_stop_string():
+    (output,) = Reader(stop=("two",)).take(*ids_of("one two three"), finish_reason="error", error="no luck")
+    assert (output.text, output.finish_reason, output.error) == ("one two three", "error", "no luck")
+
+
+@pytest.mark.parametrize(("min_tokens", "num_left"), [(0, 2), (3, 4)])
+def test_several_tokens_end_at_the_one_that_completes_a_stop_string(min_tokens, num_left):
+    """As if they had come one by one, though the sequence has ended at a later one meanwhile."""
+    ids = ids_of("one two three two")
+    entries = [[(token_id, -1.0, 1)] for token_id in ids]
+    reader = Reader(stop=["two"], min_tokens=min_tokens, logprobs=0)
+    (output,) = reader.take(*ids, logprobs=entries, finish_reason="length")
+    assert (output.finish_reason, output.stop_reason) == ("stop", "two")
+    assert output.text == "one two three two"[: 4 if num_left == 2 else 14]
+    assert output.token_ids == ids[:num_left] and len(output.logprobs) == num_left
+
+
+def test_the_best_samples_come_when_all_have_ended_ranked_by_what_is_left_of_them():
+    """The sum is that of the tokens up to a stop string: what the engine computed after it does not count."""
+    reader, ids = Reader(n=1, best_of=2, stop=["two"], max_tokens=9), ids_of("one two three")
+    good, bad = ([[(token_id, logprob, 1)] for token_id in ids] for logprob in (-1.0, -1.5))
+    assert reader.take(*ids, index=0, logprobs=[*good[:2], [(ids[2], -50.0, 9)]]) == [] and reader.stopped == [0]
+    (best,) = reader.take(*ids[:1], index=1, logprobs=bad[:1]) + reader.take(
+        *ids[1:], index=1, logprobs=bad[1:], finish_reason="length"
+    )
+    assert (best.index, best.text, best.cumulative_logprob) == (0, "one ", -2.0)
+    assert best.num_dropped_tokens == 2 and best.logprobs is None
+
+
+def test_times_and_gaps_of_a_request_are_counted_once():
+    reader, ids = Reader(), ids_of("one two three")
+    reader.take(*ids[:1])
+    reader.take(*ids[1:], finish_reason="length")
+    assert reader.processor.end(FinishReason.ABORT) == []
+    counted = reader.metrics.snapshot()
+    names = ("time_to_first_token", "request_queue_time", "request_prefill_time", "e2e_request_latency", "request_decode_time")
+    assert [counted[f"{name}_seconds_sum"] for name in names] == [2.0, 0.5, 1.5, 3.0, 1.0]
+    assert [counted[f"{name}_seconds_count"] for name in names] == [1] * 5
+    assert (counted["inter_token_latency_seconds_sum"], counted["inter_token_latency_seconds_count"]) == (1.0, 2)
+    assert counted["request_time_per_output_token_seconds_sum"] == 0.5
+    assert dataclasses.astuple(reader.processor.times) == (9.0, 9.5, 11.0, 12.0)
+
+
+def test_tokens_that_come_all_at_once_have_no_time_between_them():
+    reader = Reader()
+    reader.take(*ids_of("one two three"), finish_reason="length")
+    counted = reader.metrics.snapshot()
+    names = ("request_time_per_output_token", "request_decode_time", "inter_token_latency", "e2e_request_latency")
+    assert [counted[f"{name}_seconds_count"] for name in names] == [0, 0, 0, 1]
 
 
 def result(logits):
@@ -123,12 +180,17 @@ def result(logits):
     ), logprobs
 
 
+def named(num_top, token_id, step, row):
+    (output,) = Reader(logprobs=num_top).take(token_id, logprobs=[token_entries(num_top, token_id, step, row)])
+    return output.logprobs[0]
+
+
 def test_logprobs_name_the_chosen_token_first_then_the_best_by_rank():
     step, exact = result(np.array([[0.0, 9.0, 1.0, 2.0, 3.0, 4.0], [5.0, 1.0, 2.0, 8.0, 7.0, 0.0]]))
     for row, order in enumerate([[1, 5, 4, 3], [3, 4, 0, 2]]):
         chosen = order[1]
         for k in range(4):
-            got = token_logprobs(k, chosen, step, row, TOKENIZER)
+            got = named(k, chosen, step, row)
             assert list(got) == [chosen, *(token for token in order[:k] if token != chosen)]
             for token, entry in got.items():
                 assert entry.logprob == pytest.approx(exact[row, token])
@@ -138,23 +200,28 @@ def test_logprobs_name_the_chosen_token_first_then_the_best_by_rank():
 
 def test_chosen_token_outside_the_best_is_one_entry_more():
     step, _ = result(np.array([[0.0, 9.0, 1.0, 2.0, 3.0]]))
-    assert list(token_logprobs(1, 4, step, 0, TOKENIZER)) == [4, 1]
+    assert list(named(1, 4, step, 0)) == [4, 1]
 
 
-def test_request_that_wants_no_logprobs_has_none_whatever_the_step_has():
-    assert token_logprobs(None, 4, result(np.eye(5))[0], 0, TOKENIZER) is None
+def test_rank_of_a_chosen_token_that_ties_with_the_best_is_the_samplers():
+    sampled = Sampled(*map(np.array, ([7], [-1.0], [1], [[3, 7]], [[-1.0, -1.0]])))
+    got = named(2, 7, StepResult([7], sampled), 0)
+    assert [(token, entry.rank) for token, entry in got.items()] == [(7, 1), (3, 1)]
 
 
 def test_output_grows_to_the_sum_of_its_deltas():
-    state, ids = make("one two three", logprobs=0)
+    ids, reader = ids_of("one two three"), Reader(logprobs=0)
     step, exact = result(np.random.default_rng(0).normal(size=(len(ids), 9)))
     builder, total = RequestOutputBuilder("r", "prompt", [1, 2]), 0.0
     for row, (token_id, chosen) in enumerate(zip(ids, step.token_ids)):
-        entry = token_logprobs(state.seq.params.logprobs, chosen, step, row, TOKENIZER)
-        delta = advance(state, token_id, {token_id: entry[chosen]})
+        [(_, logprob, rank)] = token_entries(0, chosen, step, row)
+        is_last = row == len(ids) - 1
+        (delta,) = reader.take(
+            token_id, logprobs=[[(token_id, logprob, rank)]], finish_reason="length" if is_last else None
+        )
         total += exact[row, chosen]
         output = builder.add(delta)
-        assert output.finished == (row == len(ids) - 1)
+        assert output.finished == is_last
     completion = output.outputs[0]
     assert (completion.text, completion.token_ids, completion.finish_reason) == ("one two three", ids, "length")
     assert completion.cumulative_logprob == pytest.approx(total) and len(completion.logprobs) == len(ids)
@@ -162,9 +229,8 @@ def test_output_grows_to_the_sum_of_its_deltas():
 
 
 def test_output_without_logprobs_has_neither_list_nor_sum():
-    state, ids = make("one")
     builder = RequestOutputBuilder("r", None, [1])
-    completion = [builder.add(delta) for delta in advance_all(state, ids)][-1].outputs[0]
+    completion = [builder.add(delta) for delta in Reader().take_all(ids_of("one"))][-1].outputs[0]
     assert completion.logprobs is None and completion.cumulative_logprob is None
 
 
@@ -172,23 +238,3 @@ def test_request_that_the_engine_gave_up_says_why():
     builder = RequestOutputBuilder("r", None, [1])
     output = builder.add(OutputDelta("r", "", [], finish_reason="error", error="out of memory"))
     assert output.finished and (output.outputs[0].finish_reason, output.outputs[0].error) == ("error", "out of memory")
-
-
-def test_rank_of_a_chosen_token_that_ties_with_the_best_is_the_samplers():
-    sampled = Sampled(*map(np.array, ([7], [-1.0], [1], [[3, 7]], [[-1.0, -1.0]])))
-    got = token_logprobs(2, 7, StepResult([7], sampled), 0, TOKENIZER)
-    assert [(token, entry.rank) for token, entry in got.items()] == [(7, 1), (3, 1)]
-
-
-@pytest.mark.parametrize(("min_tokens", "num_left"), [(0, 2), (3, 4)])
-def test_several_tokens_end_at_the_one_that_completes_a_stop_string(min_tokens, num_left):
-    """As if they had come one by one, though the sequence has ended at a later one meanwhile."""
-    state, ids = make("one two three two", stop=["two"], min_tokens=min_tokens)
-    for token_id in ids:
-        state.seq.append(token_id)
-    state.seq.finish_reason, state.seq.status = "length", SequenceStatus.FINISHED
-    delta = state.advance(ids, [{token_id: None} for token_id in ids])
-    assert (delta.finish_reason, delta.stop_reason) == ("stop", "two")
-    assert delta.text == "one two three two"[: 4 if num_left == 2 else 14]
-    assert delta.token_ids == state.seq.output_token_ids == TOKENIZER.encode("one two three two")[:num_left]
-    assert len(delta.logprobs) == num_left

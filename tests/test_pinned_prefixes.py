@@ -3,7 +3,7 @@
 import pytest
 from test_scheduler import make, request
 
-from jpaged.outputs import OutputDelta
+from jpaged.outputs import TokenDelta
 from jpaged.pinned_prefixes import PinnedPrefixes
 from jpaged.scheduler import Scheduler
 from jpaged.sequence import FinishReason, Sequence
@@ -28,7 +28,7 @@ def run_step(scheduler: Scheduler, pins: PinnedPrefixes, *failing: str) -> None:
             scheduler.finish(seq, FinishReason.ERROR)
     scheduler.update(plan, [[7] for _ in plan.sampled])
     errors = {seq: "no luck" if seq.request_id in failing else None for seq in plan.sampled}
-    deltas = [OutputDelta(s.request_id, "", [], finish_reason=s.finish_reason, error=e) for s, e in errors.items()]
+    deltas = [TokenDelta(s.request_id, 0, [], 0.0, finish_reason=s.finish_reason, error=e) for s, e in errors.items()]
     assert pins.take(deltas) == [delta for delta in deltas if not delta.request_id.startswith("pinned")]
     scheduler.kv.check_invariants(scheduler.sequences)
 

@@ -11,7 +11,6 @@ import time
 
 from jpaged.async_llm import AsyncLLM
 from jpaged.config import EngineConfig
-from jpaged.program_cache import compile_counter
 from jpaged.sampling_params import SamplingParams
 
 POLL_SECONDS = 0.02
@@ -39,7 +38,7 @@ async def start_engine(config: EngineConfig, started: float) -> dict:
         "seconds": seconds,
         "programs": engine.warmup_progress()[1],
         "programs_compiled": int(sum(compiled)),
-        "xla_compiled": compile_counter.num_compiled,
+        "xla_compiled": engine.num_xla_compilations,
     }
 
 

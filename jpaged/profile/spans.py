@@ -43,7 +43,8 @@ class HostProbe:
             (engine.runner, "submit", "dispatch"),
             (engine.in_flight, "retire", WAIT),
             (engine.scheduler, "update", "update"),
-            (engine.results, "process", "detokenise"),
+            (engine.results, "process", "update"),
+            (engine, "read", "detokenise"),
         ]
 
     def __enter__(self) -> "HostProbe":

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from jpaged.serve.loading import EngineLoader
 from jpaged.serve.server import Server
 
 HEALTH_SECONDS = 0.5
-SHUTDOWN_SECONDS = 1  # for the engine to end what it has in hand
 
 
 def parse_flags(argv: Sequence[str] | None = None) -> tuple[EngineConfig, ServeConfig]:
@@ -94,9 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.uds is not None:
         Path(config.uds).unlink(missing_ok=True)
     if engine := loader.engine_or_none():
-        stopper = threading.Thread(target=engine.shutdown, daemon=True)
-        stopper.start()
-        stopper.join(SHUTDOWN_SECONDS)
+        engine.shutdown()
     return status
 
 
@@ -104,4 +100,4 @@ if __name__ == "__main__":
     exit_status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_status)  # a compilation cannot be interrupted, and an ordinary exit would wait for it
+    os._exit(exit_status)  # an ordinary exit would wait for a model that is being loaded

@@ -58,8 +58,8 @@ def test_the_engine_is_itself_again_after_a_probe(engine):
     with HostProbe(engine) as probe:
         engine.step()
     engine.step()
-    assert [span.name for span in probe.spans] == ["schedule", STEP]
-    assert not {"step", "_process"} & set(vars(engine))
+    assert [span.name for span in probe.spans] == ["schedule", "detokenise", STEP]
+    assert not {"step", "read"} & set(vars(engine))
 
 
 def test_mean_host_times_by_hand():

@@ -1,6 +1,8 @@
 """The whole path: real HTTP, a real engine, a tiny random model."""
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -9,6 +11,8 @@ import httpx
 import openai
 import pytest
 from http_server import events, http_server
+
+from jpaged.metrics import EngineMetrics
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -245,21 +249,14 @@ def test_what_the_engine_cannot_serve_is_a_400_with_the_numbers(client, body, sa
 
 
 def test_a_full_queue_is_refused_and_drains(client, engine):
-    stands_still, may_go_on = threading.Event(), threading.Event()
-
-    def stand_still():
-        stands_still.set()
-        assert may_go_on.wait(60)
-        return []
-
-    engine._inbox.put(stand_still)
-    assert stands_still.wait(20)  # a command that nobody has taken counts as one that waits
+    wait_until(lambda: not engine._streams)
+    os.kill(engine.pid, signal.SIGSTOP)  # what the engine has not been able to take counts as waiting
     with http_sockets(client.base_url, 6, {"prompt": "a", "max_tokens": 4}):  # two would run at once, four wait
         wait_until(lambda: len(engine._streams) == 6)
         response = client.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == 429 and response.headers["retry-after"]
         assert "the limit is 4" in response.json()["error"]["message"]
-        may_go_on.set()
+        os.kill(engine.pid, signal.SIGCONT)
         wait_until(lambda: not engine._streams)
     assert complete(client, max_tokens=1)["usage"]["completion_tokens"] == 1
 
@@ -285,33 +282,38 @@ class http_sockets:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_blocks_within_two_steps(client, engine, monkeypatch, stream):
-    inner = engine._engine
-    num_steps = {}
+    """The engine's process stands still while the client goes, so that every step after that is counted."""
+    metrics, num_steps, asked = engine.metrics, {}, threading.Event()
 
-    def asked(request_id):
-        num_steps["asked"] = engine.metrics.iteration_tokens.count
-        ask(request_id)
+    def on_levels(levels):
+        num_steps["done"] = metrics.iteration_tokens.count
+        EngineMetrics.on_levels(metrics, levels)
 
-    def done(request_id):
-        delta = abort(request_id)
-        num_steps["done"] = engine.metrics.iteration_tokens.count
-        return delta
+    def noted(request_id):
+        abort(request_id)
+        asked.set()
 
-    ask, abort = engine.abort, inner.abort
-    wait_until(lambda: not inner.requests)
-    monkeypatch.setattr(engine, "abort", asked)
-    monkeypatch.setattr(inner, "abort", done)
-    long_request = {"prompt": "abcdefgh" * 4, "max_tokens": 200, "stream": stream} | GREEDY
-    with http_sockets(client.base_url, 1, {"prompt": "b", "max_tokens": 250, "stream": True} | GREEDY):
-        wait_until(lambda: len(inner.scheduler.running) == 1)
-        with http_sockets(client.base_url, 1, long_request):
-            wait_until(lambda: any(len(s.block_table.blocks) > 2 for s in list(inner.scheduler.running)))
-        wait_until(lambda: "done" in num_steps, seconds=1)  # a request of 200 tokens did not end by itself
+    abort = engine.abort
+    wait_until(lambda: not engine._streams and not metrics.levels.num_running)
+    monkeypatch.setattr(engine, "abort", noted)
+    monkeypatch.setattr(metrics, "on_levels", on_levels)
+    stays = {"prompt": "b", "max_tokens": 250, "stream": True} | GREEDY
+    goes = {"prompt": "abcdefgh" * 4, "max_tokens": 200, "stream": stream} | GREEDY
+    os.kill(engine.pid, signal.SIGSTOP)
+    with http_sockets(client.base_url, 1, stays):
+        with http_sockets(client.base_url, 1, goes):
+            wait_until(lambda: len(engine._streams) == 2)
+            os.kill(engine.pid, signal.SIGCONT)
+            wait_until(lambda: metrics.levels.num_running == 2 and metrics.levels.num_physical_blocks > 4)
+            os.kill(engine.pid, signal.SIGSTOP)
+        assert asked.wait(20)
+        num_steps["asked"] = metrics.iteration_tokens.count
+        os.kill(engine.pid, signal.SIGCONT)
+        wait_until(lambda: "done" in num_steps)
         assert num_steps["done"] - num_steps["asked"] <= 2
-        assert len(inner.requests) <= 1
-    wait_until(lambda: not inner.requests)
-    inner.kv.check_invariants([])
-    assert inner.kv.usage == 0
+        assert metrics.levels.num_running <= 1
+    wait_until(lambda: not engine._streams and not metrics.levels.num_running)
+    assert metrics.levels.num_physical_blocks == metrics.levels.kv_cache_usage == 0
 
 
 def test_the_openai_client_works_whole_streamed_and_refused(url):

@@ -1,0 +1,211 @@
+"""EngineCore: requests in, token deltas out, one step at a time. Single-threaded, and without text."""
+
+import dataclasses
+import logging
+import random
+import time
+
+from jpaged import debug
+from jpaged.bad_words import bad_word_tokens
+from jpaged.batch import BatchBuilder
+from jpaged.config import EngineConfig
+from jpaged.kept_rows import finish_kept_rows
+from jpaged.kv_cache_manager import KVCacheManager
+from jpaged.levels import Levels
+from jpaged.model_files import ModelFiles
+from jpaged.model_runner import ModelRunner
+from jpaged.outputs import TokenDelta
+from jpaged.pinned_prefixes import PARAMS, PinnedPrefixes, read_prefix
+from jpaged.request_check import RequestCheck
+from jpaged.result_processor import RequestState, ResultProcessor
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduler import Scheduler
+from jpaged.sequence import FinishReason, Sequence
+from jpaged.sequence_group import SequenceGroup
+from jpaged.step_metrics import StepMetrics
+from jpaged.steps_in_flight import StepFailed, StepsInFlight
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """The steps of docs/architecture.md up to tokens, joined."""
+
+    def __init__(self, config: EngineConfig, metrics: StepMetrics):
+        self.config, self.metrics = config, metrics
+        checkpoint, self.tokenizer, self.generation_defaults = ModelFiles.open(config)
+        self.runner = ModelRunner(config, checkpoint, self.tokenizer.encode, self.metrics.on_compile)
+        self.model_config, self.spec = self.runner.model_config, self.runner.spec
+        self.metrics.set_cache_config(
+            block_size=self.spec.block_size,
+            num_blocks=self.spec.num_blocks,
+            cache_dtype=self.runner.layout.dtype,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.validate = RequestCheck.of(
+            config, self.spec, self.tokenizer,
+            vocab_size=self.model_config.vocab_size, max_position=self.model_config.max_position,
+        )  # fmt: skip
+        self.kv = KVCacheManager(
+            self.spec, enable_prefix_caching=config.enable_prefix_caching, num_host_blocks=self.runner.num_host_blocks
+        )
+        self.scheduler = Scheduler(config, self.kv, self.runner.preemption())
+        self.batch_builder = BatchBuilder(config, self.spec, self.model_config.vocab_size)
+        self.pins = PinnedPrefixes(self.kv, self._queue)
+        self.results = ResultProcessor(self.scheduler)
+        self.requests = self.results.requests
+        self._seeds = random.Random(config.seed)
+        self.in_flight = StepsInFlight(self.runner, depth=1 if config.async_scheduling else 0)
+        self._num_failed_steps = 0  # in a row
+        for path in config.pin_prefix:
+            self.pin_prefix(read_prefix(path, self.tokenizer.encode))
+        logger.info(self.runner.memory.table(self.pins.num_blocks, self.runner.num_host_blocks))
+
+    @property
+    def max_model_len(self) -> int:
+        return self.spec.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or len(self.in_flight) > 0
+
+    def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Queues a request. Raises ValueError for one that cannot be served (see `validate`) or whose id is in use."""
+        self._queue(request_id, prompt_token_ids, params)
+
+    def _queue(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.validate(prompt_token_ids, params)
+        if request_id in self.requests:
+            raise ValueError(f"request id {request_id!r} is in use")
+        seq = Sequence(
+            request_id,
+            prompt_token_ids,
+            params,
+            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
+            max_tokens=self.validate.max_tokens(len(prompt_token_ids), params),
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            bad_words=bad_word_tokens(params.bad_words, self.tokenizer),
+            drafter=self.scheduler.speculation.drafter_for(params),
+        )
+        seqs = SequenceGroup(seq, params.num_samples).sequences if params.num_samples > 1 else [seq]
+        self.requests[request_id] = RequestState(seqs)
+        for seq in seqs:
+            self.scheduler.add(seq)
+
+    def pin_prefix(self, token_ids: list[int]) -> None:
+        """Queues a prefix to be computed once and never evicted. Raises ValueError for one that cannot be."""
+        self.validate(token_ids, PARAMS)
+        self.pins.add(token_ids, self.scheduler.sequences)
+        self._set_room_beside_pins()
+
+    def _set_room_beside_pins(self) -> None:
+        num_left = self.spec.num_usable_blocks - self.pins.num_blocks
+        self.validate = dataclasses.replace(self.validate, num_usable_blocks=num_left)
+
+    def abort(self, request_id: str) -> list[TokenDelta]:
+        """Ends a request and frees its blocks at once; returns its last deltas, none where it is unknown or has ended."""
+        state = self.requests.get(request_id)
+        if state is None:
+            return []
+        deltas = self.results.give_up(state, FinishReason.ABORT)
+        self.metrics.on_levels(Levels.of(self.scheduler))
+        return deltas
+
+    def stop(self, request_id: str, index: int) -> None:
+        """Ends a sample whose text has come to a stop string, unless it has ended. No delta says so."""
+        if (state := self.requests.get(request_id)) is not None:
+            self.results.stop(state, index)
+            self.metrics.on_levels(Levels.of(self.scheduler))
+
+    def step(self) -> list[TokenDelta]:
+        """Starts the next step, then returns what the oldest step in flight added to each request.
+
+        With async scheduling the device is given step N + 1 before the host has seen the result of N. Returns nothing
+        where there is no work.
+        """
+        deltas = []
+        try:
+            has_started = self._start_step()
+            if self.in_flight.is_full or (len(self.in_flight) and not has_started):
+                deltas = self._retire_step()
+        except StepFailed as failure:
+            deltas = self._settle(failure)
+        return self._take_pins(deltas)
+
+    def _start_step(self) -> bool:
+        """Plans and dispatches a step; False where there is nothing to compute, or nothing that can be planned yet."""
+        begin = time.monotonic()
+        plan = self.scheduler.schedule()
+        if plan is None or not plan.num_scheduled_tokens:
+            return False
+        if self.pins.computing:
+            self.pins.hold(plan.sampled)
+        host_step = self.batch_builder.build(plan)
+        for seq in plan.admitted:
+            state = self.requests[seq.request_id]
+            state.first_scheduled_time = state.first_scheduled_time or begin
+        self.in_flight.submit(plan, host_step, planned_since=begin)
+        return True
+
+    def _retire_step(self) -> list[TokenDelta]:
+        """Waits for the oldest step in flight and processes its result."""
+        step, result = self.in_flight.retire()
+        self._num_failed_steps = 0
+        finish_kept_rows(self.runner, step.plan, result)
+        appended = self.scheduler.update(step.plan, result.token_ids)
+        self.results.take_prompt_logprobs(step.plan, result)
+        deltas = self.results.process(appended, result)
+        self.metrics.on_step(step.stats(self.scheduler, sum(max(1, len(token_ids)) for _, _, token_ids in appended)))
+        if not self.has_work:
+            self.in_flight.rest()
+        return deltas
+
+    def _take_pins(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """Keeps the prefixes that a step has completed; returns the deltas that are for others."""
+        if self.pins.computing:
+            deltas = self.pins.take(deltas)
+            self._set_room_beside_pins()  # one that failed takes none
+        return deltas
+
+    def _settle(self, failure: StepFailed) -> list[TokenDelta]:
+        """After a failure: what an earlier step in flight still yields, and then a fresh start."""
+        deltas = []
+        if len(self.in_flight) and self.scheduler.in_flight[0] is not failure.plan:
+            try:
+                deltas = self._take_pins(self._retire_step())  # before `_recover`, which recomputes what is pinned
+            except StepFailed as earlier:
+                failure = earlier
+        return deltas + self._recover(failure)
+
+    def _recover(self, failure: StepFailed) -> list[TokenDelta]:
+        """A failed step may have consumed the donated pool: everyone is recomputed in a new one.
+
+        A second failure in a row ends the newest request of the step, so that one that breaks the step cannot take the
+        others with it for ever.
+        """
+        plan, error = failure.plan, failure.error
+        logger.error("a step of %d tokens failed; its requests are recomputed", plan.num_tokens, exc_info=error)
+        self._num_failed_steps += 1
+        newest = next((s for s in reversed(self.scheduler.running) if s in plan.num_scheduled_tokens), None)
+        self.in_flight.clear()
+        self.scheduler.preempt_all()
+        self.kv.forget()
+        self.runner.reset_state()
+        self.pins.recompute()
+        if self._num_failed_steps < 2 or newest is None:
+            return []
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = f"the engine failed to compute this request: {reason}"
+        return self.results.fail(self.requests[newest.request_id], why)
+
+    def snapshot(self) -> dict:
+        """Every block, table and queue as plain data."""
+        return debug.snapshot(self.scheduler)
+
+    def memory_map(self) -> str:
+        """The pool and who owns it, drawn in 100 columns."""
+        return debug.memory_map(self.snapshot(), self.tokenizer.decode)
+
+    def close(self) -> None:
+        """Stops compiling ahead. The engine can be used no more."""
+        self.runner.programs.close()
