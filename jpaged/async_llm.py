@@ -16,7 +16,7 @@ from jpaged.levels import Levels
 from jpaged.metrics import EngineMetrics
 from jpaged.model_files import ModelFiles
 from jpaged.output_processor import OutputProcessor, RequestOutputBuilder
-from jpaged.outputs import OutputDelta, RequestOutput, TokenDelta
+from jpaged.outputs import OutputDelta, RequestOutput, TokenDelta, merge_deltas
 from jpaged.programs import Progress
 from jpaged.request_check import RequestCheck
 from jpaged.sampling_params import SamplingParams
@@ -81,7 +81,8 @@ class AsyncLLM:
     async def stream(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
     ) -> AsyncIterator[OutputDelta]:
-        """The request's deltas as they come; closing or cancelling the stream aborts the request.
+        """The request's deltas as they come, those that came since the reader last asked as one; closing or cancelling
+        the stream aborts the request.
 
         Raises ValueError or QueueFullError before the first delta, RuntimeError when the engine is dead.
         """
@@ -100,9 +101,9 @@ class AsyncLLM:
         try:
             self.check_health()  # again: whoever ends the streams of a dead engine may have missed this one
             while num_open:
-                delta = await stream.outputs.get()
-                num_open -= delta.finish_reason is not None
-                yield delta
+                for delta in await stream.take():
+                    num_open -= delta.finish_reason is not None
+                    yield delta
         finally:
             del self._streams[request_id]
             if not reader.is_finished:
@@ -224,6 +225,14 @@ class _Stream:
     def read(self, delta: TokenDelta) -> None:
         for output in self.reader.process(delta):
             self.outputs.put_nowait(output)
+
+    async def take(self) -> list[OutputDelta]:
+        """What has come since the last time, one delta a sample: who reads slowly gets more at a time."""
+        deltas = {}
+        while not deltas or not self.outputs.empty():
+            delta = await self.outputs.get()
+            deltas.setdefault(delta.index, []).append(delta)
+        return [of_one[0] if len(of_one) == 1 else merge_deltas(of_one) for of_one in deltas.values()]
 
     def end(self, reason: str, error: str | None) -> None:
         for output in self.reader.end(reason, error):

@@ -106,7 +106,6 @@ class OutputProcessor:
         best, dropped = deltas[: self.params.n], deltas[self.params.n :]
         for rank, delta in enumerate(best):
             delta.index = rank
-            delta.logprobs = None if self.params.logprobs is None else delta.logprobs
             delta.cumulative_logprob = ranked[rank].cumulative_logprob
         best[0].prompt_logprobs = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None)
         best[-1].num_dropped_tokens = sum(len(delta.token_ids) for delta in dropped)

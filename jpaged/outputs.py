@@ -67,12 +67,12 @@ class OutputDelta:
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
     """All the deltas of one sample as one."""
-    last = deltas[-1]
+    last, logprobs = deltas[-1], [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return replace(
         last,
         text="".join(delta.text for delta in deltas),
         token_ids=list(chain.from_iterable(delta.token_ids for delta in deltas)),
-        logprobs=list(chain.from_iterable(delta.logprobs or () for delta in deltas)),
+        logprobs=list(chain.from_iterable(logprobs)) if logprobs else None,
         prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
     )

