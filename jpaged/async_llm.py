@@ -25,10 +25,10 @@ from jpaged.step_metrics import StepStats
 
 
 class AsyncLLM:
-    """The server's door: many callers on event loops, one engine, which schedules and computes in its own process.
+    """The server's door: many callers on event loops, and one engine, which has a process of its own.
 
-    What is not for the device is done here, on the loop of whoever streams: text, stop strings, log-probs' tokens, ranks
-    and metrics. model is what --model takes; further arguments are EngineConfig's fields. Raises ValueError, OSError or
+    What is not for the device is done here, on the loop of whoever streams: text, stop strings, log-probs' tokens,
+    ranks and metrics. model is what --model takes; further arguments are EngineConfig's fields. Raises ValueError, OSError or
     NotImplementedError for what cannot be loaded.
     """
 
@@ -162,7 +162,7 @@ class AsyncLLM:
         self._engine.close()
 
     def _count_one_more(self) -> None:
-        """Raises QueueFullError. The limit counts those that must wait: not those that an engine with room will start in
+        """Raises QueueFullError. The limit counts those that must wait: not those that an engine with room starts in
         its next step."""
         limit = self.config.max_num_queued_requests
         with self._lock:

@@ -103,7 +103,7 @@ class EngineCore:
         self.validate = dataclasses.replace(self.validate, num_usable_blocks=num_left)
 
     def abort(self, request_id: str) -> list[TokenDelta]:
-        """Ends a request and frees its blocks at once; returns its last deltas, none where it is unknown or has ended."""
+        """Ends a request and frees its blocks at once; returns its last deltas, none of one that has ended."""
         state = self.requests.get(request_id)
         if state is None:
             return []

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """Steps the engine, and obeys commands between steps. It is the engine's StepMetrics, too: others do the counting."""
+    """Steps the engine, and obeys commands between steps. It is the engine's StepMetrics, too: the client counts."""
 
     def __init__(self, channel: Channel):
         self._channel = channel

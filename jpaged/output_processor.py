@@ -24,8 +24,8 @@ from jpaged.tokenizer import Tokenizer
 class OutputProcessor:
     """What is made of one request by whoever reads it, and counted in metrics when it has ended.
 
-    stop: called with the index of a sample that has come to a stop string before the engine has ended it. What the engine
-    still says of it is surplus, and dropped.
+    stop: called with the index of a sample that has come to a stop string before the engine has ended it. What the
+    engine still says of it is surplus, and dropped.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class OutputProcessor:
     def _named(self, entries: list[TokenEntries | None]) -> list[TokenLogprobs | None]:
         named = self._tokenizer.decoded_token
         return [
-            at and {token_id: Logprob(logprob, rank, named(token_id)) for token_id, logprob, rank in at} for at in entries
+            at and {token_id: Logprob(logprob, rank, named(token_id)) for token_id, logprob, rank in at}
+            for at in entries
         ]
 
     def _count(self, finish_reason: str) -> None:
@@ -129,7 +130,9 @@ class SampleText:
         self._min_tokens = params.min_tokens
         self._num_cached_tokens = 0
         self._detokenizer = tokenizer.stream(params.skip_special_tokens, is_continuation=True)
-        self._stop_checker = StopStringChecker(params.stop, include_stop_str_in_output=params.include_stop_str_in_output)
+        self._stop_checker = StopStringChecker(
+            params.stop, include_stop_str_in_output=params.include_stop_str_in_output
+        )
 
     def advance(self, delta: TokenDelta) -> OutputDelta:
         """The same with text and without log-probs. The token that completes a stop string is the last, wherever the

@@ -20,7 +20,15 @@ class RequestState:
     has_only_tokens: what is left to say of a request before its end is its one sample's tokens.
     """
 
-    __slots__ = ("seqs", "open", "needs_logprobs", "has_only_tokens", "beams", "prompt_logprobs", "first_scheduled_time")
+    __slots__ = (
+        "seqs",
+        "open",
+        "needs_logprobs",
+        "has_only_tokens",
+        "beams",
+        "prompt_logprobs",
+        "first_scheduled_time",
+    )
 
     def __init__(self, seqs: list[Sequence]):
         self.seqs = seqs

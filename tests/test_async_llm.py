@@ -71,7 +71,9 @@ def test_every_kind_of_request_is_what_llm_makes_of_it(engine, model, programs_d
     requests = [
         free,
         SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True, stop=[text[20:23], "never"]),
-        SamplingParams(temperature=1.0, seed=2, max_tokens=20, n=2, logprobs=3, prompt_logprobs=2, logit_bias={65: 5.0}),
+        SamplingParams(
+            temperature=1.0, seed=2, max_tokens=20, n=2, logprobs=3, prompt_logprobs=2, logit_bias={65: 5.0}
+        ),
         SamplingParams(temperature=1.0, seed=3, max_tokens=30, n=1, best_of=3, stop=[text[9:11]]),
         SamplingParams(temperature=0, n=3, max_tokens=12, use_beam_search=True),
         SamplingParams(temperature=0, max_tokens=9, bad_words=["a"], stop="\ud801"),
@@ -142,7 +144,11 @@ def test_what_cannot_cross_to_another_process_is_refused(engine):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"max_model_len": 10**6}, ValueError, r"^max_model_len \(1000000\) is over the model's context of 512 tokens$"),
+        (
+            {"max_model_len": 10**6},
+            ValueError,
+            r"^max_model_len \(1000000\) is over the model's context of 512 tokens$",
+        ),
         ({"pin_prefix": ("nowhere.txt",)}, FileNotFoundError, "No such file or directory: 'nowhere.txt'$"),
         ({"attention_backend": "mosaic_tpu"}, ValueError, "^attention_backend .mosaic_tpu. cannot serve here"),
         ({"chat_template": "nowhere.jinja"}, FileNotFoundError, "nowhere.jinja"),
@@ -224,7 +230,18 @@ def _is_running(pid: int) -> bool:
 
 def test_messages_arrive_as_they_were_sent():
     ours, theirs = Channel.pair()
-    values = [None, True, -(2**63), 2**64 - 1, 0.1, math.inf, "é\ud800\u2028", {7: 1.5, "a": []}, [[], [1, "x"]], b"\x00"]
+    values = [
+        None,
+        True,
+        -(2**63),
+        2**64 - 1,
+        0.1,
+        math.inf,
+        "é\ud800\u2028",
+        {7: 1.5, "a": []},
+        [[], [1, "x"]],
+        b"\x00",
+    ]
     ours.send("name", *values)
     ours.send("numbers", np.int64(3), np.float32(0.5), math.nan, (1, 2))
     assert theirs.receive() == ("name", values)

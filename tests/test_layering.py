@@ -14,8 +14,9 @@ STANDARD = sys.stdlib_module_names
 ENGINE = ("jpaged", "models", "pallas_kernels")
 
 HOST_HALF = [
-    "jpaged", "jpaged.cache_spec", "jpaged.config", "jpaged.sampling_params", "jpaged.sequence", "jpaged.block_pool", "jpaged.block_table",
-    "jpaged.prefix_cache", "jpaged.channel", "jpaged.engine_client", "jpaged.step_metrics", "jpaged.kv_cache_manager", "jpaged.scheduler", "jpaged.scheduler_output",
+    "jpaged", "jpaged.cache_spec", "jpaged.config", "jpaged.sampling_params", "jpaged.sequence", "jpaged.block_pool",
+    "jpaged.block_table", "jpaged.prefix_cache", "jpaged.kv_cache_manager", "jpaged.scheduler", "jpaged.scheduler_output",
+    "jpaged.channel", "jpaged.engine_client", "jpaged.step_metrics",
     "jpaged.sequence_group", "jpaged.sequence_queues", "jpaged.beam_search", "jpaged.serve.protocol", "jpaged.metrics",
     "jpaged.histogram",
     "jpaged.buckets", "jpaged.outputs", "jpaged.errors", "jpaged.detokenizer", "jpaged.rows", "jpaged.admission",
@@ -165,7 +166,10 @@ def test_host_half_names_no_jax_directly_or_through_others(module):
 
 def test_host_half_and_the_servers_own_process_load_no_jax():
     modules = [*HOST_HALF, "jpaged.async_llm", "jpaged.serve.app"]
-    script = f"import sys, importlib\nfor m in {modules!r}:\n    importlib.import_module(m)\n    assert 'jax' not in sys.modules, m"
+    script = (
+        f"import sys, importlib\nfor m in {modules!r}:\n"
+        "    importlib.import_module(m)\n    assert 'jax' not in sys.modules, m"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

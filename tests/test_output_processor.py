@@ -24,11 +24,15 @@ class Reader:
 
     def __init__(self, **params):
         self.params, self.metrics, self.stopped, self.now = SamplingParams(**params), EngineMetrics("tiny"), [], 10.0
-        self.processor = OutputProcessor("r", 2, self.params, TOKENIZER, self.metrics, self.stopped.append, arrival_time=9.0)
+        self.processor = OutputProcessor(
+            "r", 2, self.params, TOKENIZER, self.metrics, self.stopped.append, arrival_time=9.0
+        )
 
     def take(self, *token_ids, index=0, **more) -> list[OutputDelta]:
         self.now += 1.0
-        return self.processor.process(TokenDelta("r", index, list(token_ids), self.now, first_scheduled_time=9.5, **more))
+        return self.processor.process(
+            TokenDelta("r", index, list(token_ids), self.now, first_scheduled_time=9.5, **more)
+        )
 
     def take_all(self, ids, index=0, reason=FinishReason.LENGTH) -> list[OutputDelta]:
         """One by one; the last one ends the sample for that reason, wherever the reader has stopped listening."""
@@ -64,7 +68,9 @@ def test_stop_string_over_several_tokens_ends_the_request_once_and_never_shows_i
     assert num_tokens == len(outputs) < len(ids), "what the engine said after it is surplus"
     assert reader.stopped == [0]
     counted = reader.metrics.snapshot()
-    assert counted["request_success{finished_reason=stop}"] == 1 and counted["request_generation_tokens_sum"] == num_tokens
+    assert (
+        counted["request_success{finished_reason=stop}"] == 1 and counted["request_generation_tokens_sum"] == num_tokens
+    )
 
 
 def test_stop_string_completed_by_the_last_allowed_token_is_the_reason():
@@ -146,7 +152,13 @@ def test_times_and_gaps_of_a_request_are_counted_once():
     reader.take(*ids[1:], finish_reason="length")
     assert reader.processor.end(FinishReason.ABORT) == []
     counted = reader.metrics.snapshot()
-    names = ("time_to_first_token", "request_queue_time", "request_prefill_time", "e2e_request_latency", "request_decode_time")
+    names = (
+        "time_to_first_token",
+        "request_queue_time",
+        "request_prefill_time",
+        "e2e_request_latency",
+        "request_decode_time",
+    )
     assert [counted[f"{name}_seconds_sum"] for name in names] == [2.0, 0.5, 1.5, 3.0, 1.0]
     assert [counted[f"{name}_seconds_count"] for name in names] == [1] * 5
     assert (counted["inter_token_latency_seconds_sum"], counted["inter_token_latency_seconds_count"]) == (1.0, 2)

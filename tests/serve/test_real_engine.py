@@ -296,7 +296,8 @@ def in_the_middle_of(client, engine, bodies: list[dict]) -> Iterator[list[socket
             stack.callback(os.kill, engine.pid, signal.SIGCONT)
             os.kill(engine.pid, signal.SIGSTOP)
             sockets = [
-                stack.enter_context(http_sockets(client.base_url, 1, GREEDY | {"stream": True} | body))[0] for body in bodies
+                stack.enter_context(http_sockets(client.base_url, 1, GREEDY | {"stream": True} | body))[0]
+                for body in bodies
             ]
             wait_until(lambda: len(engine._streams) == len(bodies))
             os.kill(engine.pid, signal.SIGCONT)
