@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,9 +16,10 @@ from jpaged.levels import Levels
 from jpaged.metrics import EngineMetrics
 from jpaged.model_files import ModelFiles
 from jpaged.output_processor import OutputProcessor, RequestOutputBuilder
-from jpaged.outputs import OutputDelta, RequestOutput, TokenDelta, merge_deltas
+from jpaged.outputs import OutputDelta, RequestOutput, TokenDelta
 from jpaged.programs import Progress
 from jpaged.request_check import RequestCheck
+from jpaged.request_stream import RequestStream, call_on, read_all
 from jpaged.sampling_params import SamplingParams
 from jpaged.sequence import FinishReason
 from jpaged.step_metrics import StepStats
@@ -47,7 +48,8 @@ class AsyncLLM:
         self.metrics = EngineMetrics.of(config)
         self.progress = Progress()
         self.num_xla_compilations = 0  # of the engine's process, other programs included
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, RequestStream] = {}  # by the engine's ids
+        self._engine_ids: dict[str, str] = {}  # by the callers'
         self._answers: dict[int, Future] = {}  # that somebody waits for
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # for what follows: several event loops may stream
@@ -88,15 +90,18 @@ class AsyncLLM:
         """
         self.check_health()
         self.validate(prompt_token_ids, params)
-        if request_id in self._streams:
+        if request_id in self._engine_ids:
             raise ValueError(f"request id {request_id!r} is in use")
+        # what the engine has still to say of an aborted request must not reach a later one of the same id
+        engine_id = f"{request_id}#{next(self._numbers)}"
         reader = OutputProcessor(
             request_id, len(prompt_token_ids), params, self.tokenizer, self.metrics,
-            lambda index: self._engine.send("stop", request_id, index),
+            lambda index: self._engine.send("stop", engine_id, index),
         )  # fmt: skip
         self._count_one_more()
-        self._streams[request_id] = stream = _Stream(asyncio.get_running_loop(), reader)
-        self._engine.send("add", request_id, prompt_token_ids, asdict(params))
+        self._engine_ids[request_id] = engine_id
+        self._streams[engine_id] = stream = RequestStream(asyncio.get_running_loop(), reader)
+        self._engine.send("add", engine_id, prompt_token_ids, asdict(params))
         num_open = params.n
         try:
             self.check_health()  # again: whoever ends the streams of a dead engine may have missed this one
@@ -105,10 +110,11 @@ class AsyncLLM:
                     num_open -= delta.finish_reason is not None
                     yield delta
         finally:
-            del self._streams[request_id]
+            del self._streams[engine_id]
             if not reader.is_finished:
                 reader.end(FinishReason.ABORT)
                 self.abort(request_id)
+            del self._engine_ids[request_id]
 
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str
@@ -122,7 +128,8 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; one that is unknown or has ended is left alone."""
-        self._engine.send("abort", request_id)
+        if (engine_id := self._engine_ids.get(request_id)) is not None:
+            self._engine.send("abort", engine_id)
 
     async def reset_prefix_cache(self) -> bool:
         """As LLM's. Raises RuntimeError when the engine is dead."""
@@ -196,54 +203,20 @@ class AsyncLLM:
 
     def _deliver(self, deltas: list[TokenDelta]) -> None:
         """Wakes each event loop once, with all that is for it."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenDelta]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, TokenDelta]]] = {}
         for delta in deltas:
             if (stream := self._streams.get(delta.request_id)) is not None:
                 by_loop.setdefault(stream.loop, []).append((stream, delta))
         for loop, batch in by_loop.items():
-            _call(loop, _read_all, batch)
+            call_on(loop, read_all, batch)
 
     def _die(self, reason: str) -> None:
         """After the last message: everybody who waits hears that no more will come."""
         self._death = reason
         is_failure = reason != SHUT_DOWN
         for answer in list(self._answers.values()):
-            if answer.set_running_or_notify_cancel():
+            if not answer.done() and answer.set_running_or_notify_cancel():
                 answer.set_exception(RuntimeError(reason))
         ending = (FinishReason.ERROR, reason) if is_failure else (FinishReason.ABORT, None)
         for stream in list(self._streams.values()):
-            _call(stream.loop, stream.end, *ending)
-
-
-class _Stream:
-    """A request that is being read. Touched by its loop's thread alone."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, reader: OutputProcessor):
-        self.loop, self.reader = loop, reader
-        self.outputs: asyncio.Queue[OutputDelta] = asyncio.Queue()
-
-    def read(self, delta: TokenDelta) -> None:
-        for output in self.reader.process(delta):
-            self.outputs.put_nowait(output)
-
-    async def take(self) -> list[OutputDelta]:
-        """What has come since the last time, one delta a sample: who reads slowly gets more at a time."""
-        deltas = {}
-        while not deltas or not self.outputs.empty():
-            delta = await self.outputs.get()
-            deltas.setdefault(delta.index, []).append(delta)
-        return [of_one[0] if len(of_one) == 1 else merge_deltas(of_one) for of_one in deltas.values()]
-
-    def end(self, reason: str, error: str | None) -> None:
-        for output in self.reader.end(reason, error):
-            self.outputs.put_nowait(output)
-
-
-def _read_all(batch: list[tuple[_Stream, TokenDelta]]) -> None:
-    for stream, delta in batch:
-        stream.read(delta)
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable, *arguments: object) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function, *arguments)
+            call_on(stream.loop, stream.end, *ending)

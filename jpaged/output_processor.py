@@ -42,7 +42,7 @@ class OutputProcessor:
         self.times = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
         self._num_prompt_tokens = num_prompt_tokens
         self._tokenizer, self._metrics, self._stop = tokenizer, metrics, stop
-        self._samples = [SampleText(index, params, tokenizer) for index in range(params.num_samples)]
+        self._samples = [SampleText(request_id, index, params, tokenizer) for index in range(params.num_samples)]
         self._num_open = len(self._samples)
         self._held_back: list[list[OutputDelta]] | None = [[] for _ in self._samples] if params.is_ranked else None
 
@@ -117,12 +117,12 @@ class SampleText:
     """The text of one sample so far."""
 
     __slots__ = (
-        "index", "num_tokens", "cumulative_logprob", "last_token_time", "finish_reason", "_min_tokens", "_detokenizer",
-        "_stop_checker", "_num_cached_tokens",
+        "request_id", "index", "num_tokens", "cumulative_logprob", "last_token_time", "finish_reason", "_min_tokens",
+        "_detokenizer", "_stop_checker", "_num_cached_tokens",
     )  # fmt: skip
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer):
-        self.index = index
+    def __init__(self, request_id: str, index: int, params: SamplingParams, tokenizer: Tokenizer):
+        self.request_id, self.index = request_id, index
         self.num_tokens = 0
         self.cumulative_logprob = 0.0  # where the engine tells the tokens' log-probs
         self.last_token_time: float | None = None
@@ -159,14 +159,14 @@ class SampleText:
         self.finish_reason = reason
         self._num_cached_tokens = delta.num_cached_tokens or self._num_cached_tokens
         return OutputDelta(
-            request_id=delta.request_id,
+            request_id=self.request_id,
             text=text,
             token_ids=token_ids,
             finish_reason=reason,
             stop_reason=stop_reason,
             num_cached_tokens=self._num_cached_tokens,
             error=delta.error,
-            index=delta.index,
+            index=self.index,
             cumulative_logprob=delta.cumulative_logprob,
         )
 

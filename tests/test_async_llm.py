@@ -114,13 +114,28 @@ def test_a_stream_that_is_closed_is_counted_as_aborted_and_frees_its_blocks(engi
     wait_until(lambda: is_idle(engine))
 
 
+def test_an_id_is_free_again_at_once_and_gets_nothing_of_the_request_before(engine):
+    async def abort_and_ask_again():
+        async with aclosing(engine.stream(PROMPT, LONG, "same")) as deltas:
+            assert (await anext(deltas)).request_id == "same"
+            with pytest.raises(ValueError, match="^request id 'same' is in use$"):
+                await anext(engine.stream(PROMPT, LONG, "same"))
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        return [token async for delta in engine.stream(PROMPT[::-1], params, "same") for token in delta.token_ids]
+
+    expected = asyncio.run(abort_and_ask_again())
+    for _ in range(10):
+        assert asyncio.run(abort_and_ask_again()) == expected and len(expected) == 3
+    assert not engine._engine_ids
+
+
 def test_a_reader_that_is_late_gets_what_has_come_as_one_delta_a_sample(engine):
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True, n=2, logprobs=1)
 
     async def read_late():
         async with aclosing(engine.stream(PROMPT, params, "late")) as stream:
             deltas = [await anext(stream)]
-            while not engine._streams["late"].reader.is_finished:
+            while not engine._streams[engine._engine_ids["late"]].reader.is_finished:
                 await asyncio.sleep(0.01)
             return deltas + [delta async for delta in stream]
 
