@@ -1,9 +1,10 @@
 """AsyncLLM: asyncio streams of text over an engine in a process of its own."""
 
 import asyncio
+import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
@@ -98,23 +99,27 @@ class AsyncLLM:
             request_id, len(prompt_token_ids), params, self.tokenizer, self.metrics,
             lambda index: self._engine.send("stop", engine_id, index),
         )  # fmt: skip
-        self._count_one_more()
-        self._engine_ids[request_id] = engine_id
-        self._streams[engine_id] = stream = RequestStream(asyncio.get_running_loop(), reader)
-        self._engine.send("add", engine_id, prompt_token_ids, asdict(params))
-        num_open = params.n
+        stream, num_open = RequestStream(asyncio.get_running_loop(), reader), params.n
+        with self._registered(request_id, engine_id, stream):
+            self._add(engine_id, prompt_token_ids, params)
+            try:
+                self.check_health()  # again: whoever ends the streams of a dead engine may have missed this one
+                while num_open:
+                    for delta in await stream.take():
+                        num_open -= delta.finish_reason is not None
+                        yield delta
+            finally:
+                if not reader.is_finished:
+                    reader.end(FinishReason.ABORT)
+                    self.abort(request_id)
+
+    @contextlib.contextmanager
+    def _registered(self, request_id: str, engine_id: str, stream: RequestStream) -> Iterator[None]:
+        self._engine_ids[request_id], self._streams[engine_id] = engine_id, stream
         try:
-            self.check_health()  # again: whoever ends the streams of a dead engine may have missed this one
-            while num_open:
-                for delta in await stream.take():
-                    num_open -= delta.finish_reason is not None
-                    yield delta
+            yield
         finally:
-            del self._streams[engine_id]
-            if not reader.is_finished:
-                reader.end(FinishReason.ABORT)
-                self.abort(request_id)
-            del self._engine_ids[request_id]
+            del self._engine_ids[request_id], self._streams[engine_id]
 
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str
@@ -168,7 +173,7 @@ class AsyncLLM:
         """Ends the engine's process and aborts what runs."""
         self._engine.close()
 
-    def _count_one_more(self) -> None:
+    def _add(self, engine_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises QueueFullError. The limit counts those that must wait: not those that an engine with room starts in
         its next step."""
         limit = self.config.max_num_queued_requests
@@ -178,6 +183,7 @@ class AsyncLLM:
             num_waiting = levels.num_waiting + self._num_added - self._num_seen - num_idle_rows
             if limit is not None and num_waiting >= limit:
                 raise QueueFullError(f"{num_waiting} requests are waiting; the limit is {limit}")
+            self._engine.send("add", engine_id, prompt_token_ids, asdict(params))
             self._num_added += 1
 
     def _on_step(self, num_added: int, stats: list | None, deltas: list[list]) -> None:

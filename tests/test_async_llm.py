@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import aclosing
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -151,8 +152,11 @@ def test_a_reader_that_is_late_gets_what_has_come_as_one_delta_a_sample(engine):
 def test_what_cannot_cross_to_another_process_is_refused(engine):
     with pytest.raises(ValueError, match="^logits_processors cannot go to the engine's process: LLM has its engine in"):
         engine.validate(PROMPT, SamplingParams(logits_processors=[lambda ids, logits: logits]))
-    with pytest.raises(TypeError, match="cannot be sent to another process"):
-        engine._engine.send("add", object())
+    before = engine.metrics.snapshot()
+    with pytest.raises(TypeError, match=r"^Fraction\(1, 2\) cannot be sent to another process$"):
+        generate(engine, SamplingParams(temperature=Fraction(1, 2)))
+    assert engine.metrics.snapshot() == before
+    assert not engine._streams and not engine._engine_ids and engine._num_added == engine._num_seen
     assert len(generate(engine, SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
 
 
