@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -74,6 +75,7 @@ class AsyncLLM:
         )
         self._check = replace(check, num_usable_blocks=facts["num_usable_blocks"])
         self.max_model_len = spec.max_model_len
+        gc.freeze()  # what was loaded stays for good: the collector need not walk it again and again
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises ValueError, one line, for a request that can never be served."""
@@ -91,8 +93,6 @@ class AsyncLLM:
         """
         self.check_health()
         self.validate(prompt_token_ids, params)
-        if request_id in self._engine_ids:
-            raise ValueError(f"request id {request_id!r} is in use")
         # what the engine has still to say of an aborted request must not reach a later one of the same id
         engine_id = f"{request_id}#{next(self._numbers)}"
         reader = OutputProcessor(
@@ -111,11 +111,13 @@ class AsyncLLM:
             finally:
                 if not reader.is_finished:
                     reader.end(FinishReason.ABORT)
-                    self.abort(request_id)
+                    self._engine.send("abort", engine_id)
 
     @contextlib.contextmanager
     def _registered(self, request_id: str, engine_id: str, stream: RequestStream) -> Iterator[None]:
-        self._engine_ids[request_id], self._streams[engine_id] = engine_id, stream
+        if self._engine_ids.setdefault(request_id, engine_id) != engine_id:
+            raise ValueError(f"request id {request_id!r} is in use")
+        self._streams[engine_id] = stream
         try:
             yield
         finally:

@@ -1,10 +1,12 @@
 """Channel: messages between the engine's process and its reader's, as frames of msgpack over a socket."""
 
+import os
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 import msgpack
+import numpy as np
 
 
 class Channel:
@@ -24,7 +26,8 @@ class Channel:
 
     @classmethod
     def of_file(cls, number: int) -> "Channel":
-        """From a file descriptor that this process has inherited."""
+        """From a file descriptor that this process has inherited; those that it starts do not."""
+        os.set_inheritable(number, False)
         return cls(Connection(number))
 
     def fileno(self) -> int:
@@ -52,7 +55,9 @@ def frame(name: str, *arguments: object) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """numpy's numbers, which callers may use for Python's."""
-    if hasattr(value, "item"):
+    """Of numbers of numpy's and of paths, which callers may use for numbers and strings."""
+    if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     raise TypeError(f"{value!r} cannot be sent to another process")

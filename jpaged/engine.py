@@ -44,7 +44,8 @@ class LLMEngine(EngineCore):
         """Makes text of what a step has given out."""
         outputs = []
         for delta in deltas:
-            reader = self._readers[delta.request_id]
+            if (reader := self._readers.get(delta.request_id)) is None:
+                continue  # its other samples have come to stop strings, and this one's end is surplus
             outputs += reader.process(delta)
             if reader.is_finished:
                 del self._readers[delta.request_id]

@@ -15,8 +15,9 @@ from pathlib import Path
 from jpaged.channel import Channel, frame
 from jpaged.config import EngineConfig
 
+logger = logging.getLogger(__name__)
+
 ROOT = Path(__file__).parents[1]  # where the other process finds the same jpaged
-STOP_SECONDS = 1
 SHUT_DOWN = "the engine was shut down"
 _ERRORS = {kind.__name__: kind for kind in (OSError, ValueError, NotImplementedError, RuntimeError)}
 
@@ -67,11 +68,7 @@ class EngineClient:
     def close(self) -> None:
         """Ends the process, whatever it does, and waits until `on_end` has run."""
         self._last_words = SHUT_DOWN
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._process.kill()
         for thread in self._threads:
             thread.join()
 
@@ -84,29 +81,38 @@ class EngineClient:
             pass
 
     def _listen(self) -> None:
-        try:
-            while True:
+        while True:
+            try:
                 name, arguments = self._channel.receive()
-                if name == "loaded":
-                    self._loaded.set_result(arguments)
-                elif name == "refused":
-                    kind, details = arguments
-                    self._loaded.set_exception(_ERRORS[kind](*details))
-                elif name == "log":
-                    logger_name, level, text = arguments
-                    logging.getLogger(logger_name).log(level, "%s", text)
-                elif name == "died":
-                    (self._last_words,) = arguments
-                else:
-                    self._hear(name, arguments)
-        except (EOFError, OSError):
-            pass
+            except (EOFError, OSError):
+                break
+            try:
+                self._take(name, arguments)
+            except Exception as error:  # the thread's last frame: without it, nobody would hear of anything any more
+                logger.exception("what the engine said could not be taken")
+                self._last_words = f"what the engine said could not be taken: {error!r}"
+                self._process.kill()
+                break
         status = self._process.wait()
         self._outbox.put(b"")
         reason = self._last_words or f"the engine's process has ended: {_describe(status)}"
         if not self._loaded.done():
             self._loaded.set_exception(RuntimeError(reason))
         self._on_end(reason)
+
+    def _take(self, name: str, arguments: list) -> None:
+        if name == "loaded":
+            self._loaded.set_result(arguments)
+        elif name == "refused":
+            kind, details = arguments
+            self._loaded.set_exception(_ERRORS[kind](*details))
+        elif name == "log":
+            logger_name, level, text = arguments
+            logging.getLogger(logger_name).log(level, "%s", text)
+        elif name == "died":
+            (self._last_words,) = arguments
+        else:
+            self._hear(name, arguments)
 
 
 def _describe(status: int) -> str:

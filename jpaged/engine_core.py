@@ -108,14 +108,14 @@ class EngineCore:
         if state is None:
             return []
         deltas = self.results.give_up(state, FinishReason.ABORT)
-        self.metrics.on_levels(Levels.of(self.scheduler))
+        self._tell_levels()
         return deltas
 
     def stop(self, request_id: str, index: int) -> None:
         """Ends a sample whose text has come to a stop string, unless it has ended. No delta says so."""
         if (state := self.requests.get(request_id)) is not None:
             self.results.stop(state, index)
-            self.metrics.on_levels(Levels.of(self.scheduler))
+            self._tell_levels()
 
     def step(self) -> list[TokenDelta]:
         """Starts the next step, then returns what the oldest step in flight added to each request.
@@ -196,7 +196,15 @@ class EngineCore:
             return []
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         why = f"the engine failed to compute this request: {reason}"
-        return self.results.fail(self.requests[newest.request_id], why)
+        deltas = self.results.fail(self.requests[newest.request_id], why)
+        self._tell_levels()
+        return deltas
+
+    def _tell_levels(self) -> None:
+        """After something has ended that no step says anything of."""
+        self.metrics.on_levels(Levels.of(self.scheduler))
+        if not self.has_work:
+            self.in_flight.rest()
 
     def snapshot(self) -> dict:
         """Every block, table and queue as plain data."""

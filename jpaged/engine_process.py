@@ -10,8 +10,10 @@ import gc
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import asdict
 from typing import NamedTuple
@@ -36,6 +38,7 @@ class EngineProcess:
     def __init__(self, channel: Channel):
         self._channel = channel
         self._inbox: queue.SimpleQueue[tuple[str, list]] = queue.SimpleQueue()
+        self._progress_lock = threading.Lock()
         self._num_added = 0  # requests that the engine has been given
         self._stats: StepStats | None = None
         self._cache_config: dict[str, str] = {}
@@ -98,12 +101,12 @@ class EngineProcess:
 
     def _add(self, request_id: str, prompt_token_ids: list[int], params: dict) -> None:
         self._num_added += 1
-        params = SamplingParams(**params)
         try:
-            self._engine.add_request(request_id, prompt_token_ids, params)
-        except ValueError as error:  # validated before, so this is a duplicate id
+            self._engine.add_request(request_id, prompt_token_ids, SamplingParams(**params))
+        except ValueError as error:  # the client has validated it; if it was wrong, the other requests go on
             ended = {"finish_reason": FinishReason.ERROR, "error": str(error)}
-            self._say([TokenDelta(request_id, index, [], 0.0, **ended) for index in range(params.num_samples)])
+            num_samples = params["best_of"] or params["n"]
+            self._say([TokenDelta(request_id, index, [], time.monotonic(), **ended) for index in range(num_samples)])
 
     def _abort(self, request_id: str) -> None:
         self._say(self._engine.abort(request_id))
@@ -115,7 +118,8 @@ class EngineProcess:
         self._channel.send("answer", number, self._engine.kv.reset_prefix_cache())
 
     def _tell_progress(self) -> None:
-        self._channel.send("progress", self._engine.runner.programs.progress, compile_counter.num_compiled)
+        with self._progress_lock:  # of several threads, none may tell what was true before the last one told
+            self._channel.send("progress", self._engine.runner.programs.progress, compile_counter.num_compiled)
 
 
 class LogSender(logging.Handler):
@@ -126,8 +130,12 @@ class LogSender(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # nobody is left to read it
+        try:
             self._channel.send("log", record.name, record.levelno, self.format(record))
+        except OSError:
+            pass  # nobody is left to read it
+        except Exception:  # as every handler: a record that cannot be formatted must not end what was going on
+            self.handleError(record)
 
 
 def _in_plain_words(error: Exception) -> tuple[str, list]:
@@ -141,6 +149,8 @@ def _in_plain_words(error: Exception) -> tuple[str, list]:
 
 
 def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # to a whole service: the client lets its requests end, and then kills
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel.of_file(int(sys.argv[1]))
     try:
         _, (config, log_level) = channel.receive()

@@ -34,6 +34,7 @@ class Programs:
     ):
         self._compile = compile_program
         self._on_compiled = on_compiled
+        self._on_progress: Callable[[], None] = lambda: None
         self.keys = keys
         self._futures: dict[Hashable, Future] = {}
         self._ready: set[Hashable] = set()
@@ -58,14 +59,16 @@ class Programs:
             start = time.monotonic()
             try:
                 assert not (lateness and self.is_sealed), f"a step needs program {key}: {lateness}"
-                future.set_result(self._compile(key))
+                program = self._compile(key)
             except BaseException as error:
                 with self._lock:
                     del self._futures[key]  # the next caller tries again
                 future.set_exception(error)
                 raise
             self._ready.add(key)
+            future.set_result(program)
             self._on_compiled(phase)
+            self._on_progress()
             if lateness:
                 logger.warning("a step waited %.1f s for program %s: %s", time.monotonic() - start, key, lateness)
         return future.result()
@@ -103,18 +106,19 @@ class Programs:
 
     def compile_all(self) -> None:
         """Compiles what is missing, in order, until it is done or `close` is called."""
-        self._compile_each(iter(self.keys), lambda: None)
+        self._compile_each(iter(self.keys))
 
     def compile_in_background(self, num_threads: int = 1, on_progress: Callable[[], None] = lambda: None) -> None:
         """Starts threads that do `compile_all` together. What they cannot compile is logged and left to first use.
 
-        on_progress is called, by any of them, after each program and when they give up.
+        on_progress is called from now on, by any thread, after each program and where they give up.
         """
+        self._on_progress = on_progress
         keys = iter(self.keys)  # shared: each thread takes the next
 
         def work():
             try:
-                self._compile_each(keys, on_progress)
+                self._compile_each(keys)
             except Exception as error:  # the thread's last frame: a step that needs the program will raise it again
                 self.error = error
                 logger.exception("compiling ahead failed; programs are compiled on first use instead")
@@ -130,9 +134,8 @@ class Programs:
         for thread in self._threads:
             thread.join()
 
-    def _compile_each(self, keys: Iterator[Hashable], on_progress: Callable[[], None]) -> None:
+    def _compile_each(self, keys: Iterator[Hashable]) -> None:
         for key in keys:
             if self._stopping.is_set():
                 return
             self.prepare(key)
-            on_progress()

@@ -94,7 +94,7 @@ class ResultProcessor:
         now = time.monotonic()
         for seq in state.seqs:
             self.scheduler.finish(seq, reason)
-        ended = {"finish_reason": reason, "stop_reason": None, "error": error}
+        ended = {"finish_reason": reason, "stop_reason": None, "error": error, "prompt_logprobs": None}
         open_seqs = [state.seqs[index] for index in sorted(state.open)]
         return [self._delta(state, seq, token_ids.get(seq.index, []), now, None)._replace(**ended) for seq in open_seqs]
 

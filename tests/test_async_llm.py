@@ -9,6 +9,8 @@ import sys
 import time
 from contextlib import aclosing
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,9 @@ from tiny_model import make_tiny_model
 from jpaged import LLM
 from jpaged.channel import Channel
 from jpaged.engine_client import EngineClient
+from jpaged.engine_process import EngineProcess
 from jpaged.output_processor import RequestOutputBuilder
+from jpaged.programs import Programs, Progress
 from jpaged.sampling_params import SamplingParams
 
 PROMPT = [5, 6, 7, 8]
@@ -224,6 +228,45 @@ def test_an_engine_that_ends_says_so_to_everybody_who_waits(model, programs_dir,
     engine.shutdown()
 
 
+def test_a_message_that_cannot_be_taken_ends_the_engine_and_tells_everybody(model, programs_dir, caplog):
+    engine = make_small_async_engine(model, compilation_cache_dir=programs_dir, **OPTIONS)
+    engine._hears["step"] = lambda *arguments: 1 / 0
+    [output] = generate(engine, LONG)
+    assert output.outputs[0].finish_reason == "error"
+    assert output.outputs[0].error.startswith("what the engine said could not be taken: ZeroDivisionError")
+    assert any(record.exc_info for record in caplog.records) and not _is_running(engine.pid)
+    engine.shutdown()
+
+
+def test_a_signal_to_the_whole_service_leaves_the_end_to_this_process(engine):
+    os.kill(engine.pid, signal.SIGTERM)
+    os.kill(engine.pid, signal.SIGINT)
+    time.sleep(0.1)
+    assert len(generate(engine, LONG)[0].outputs[0].token_ids) == 200
+
+
+def test_the_last_word_on_compiling_is_that_all_is_done():
+    """Several threads tell how far they are; if one could be overtaken, a server might never be ready."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            ours, theirs = Channel.pair()
+            process, programs = EngineProcess(theirs), Programs(lambda key: print, list(range(8)), lambda phase: None)
+            process._engine = SimpleNamespace(runner=SimpleNamespace(programs=programs))
+            programs.compile_in_background(4, process._tell_progress)
+            for thread in programs._threads:
+                thread.join()
+            theirs.close()
+            with pytest.raises(EOFError):
+                while True:
+                    _, (progress, _) = ours.receive()
+            assert Progress(*progress).is_complete
+            ours.close()
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_the_engines_process_ends_with_the_one_that_started_it(model, programs_dir):
     script = f"""if True:
         import os, signal, sys
@@ -262,10 +305,10 @@ def test_messages_arrive_as_they_were_sent():
         b"\x00",
     ]
     ours.send("name", *values)
-    ours.send("numbers", np.int64(3), np.float32(0.5), math.nan, (1, 2))
+    ours.send("numbers", np.int64(3), np.float32(0.5), math.nan, (1, 2), Path("a/b"))
     assert theirs.receive() == ("name", values)
-    name, [three, half, nan, pair] = theirs.receive()
-    assert (name, three, half, pair) == ("numbers", 3, 0.5, [1, 2]) and math.isnan(nan)
+    name, [three, half, nan, *others] = theirs.receive()
+    assert (name, three, half, *others) == ("numbers", 3, 0.5, [1, 2], "a/b") and math.isnan(nan)
     ours.close()
     with pytest.raises(EOFError):
         theirs.receive()

@@ -1,5 +1,7 @@
 """A step that fails on the device: nobody is lost but the one that breaks it."""
 
+import time
+
 import pytest
 from engines import Request, break_steps, make_engine, run
 from tiny_model import make_tiny_model
@@ -42,3 +44,30 @@ def test_a_request_that_breaks_every_step_fails_alone(engine, monkeypatch, when_
     assert tokens == {"good": expected, "bad": []}
     assert list(errors) == ["bad"] and "out of luck" in errors["bad"]
     assert engine.kv.pool.num_used == 0
+
+
+def test_whoever_fails_is_no_longer_counted_as_waiting(engine, monkeypatch):
+    """Though no step says so: all have failed."""
+    break_steps(engine, monkeypatch, lambda number, step: True)
+    for number in range(3):
+        engine.add_request(str(number), [7, 8, 9], GREEDY)
+    while engine.has_work:
+        engine.step()
+    levels = engine.metrics.levels
+    assert (levels.num_running, levels.num_waiting, levels.num_physical_blocks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("ending", ["stop string", "abort"])
+def test_time_without_requests_is_no_gap_between_steps(engine, ending):
+    engine.add_request("first", [7, 8, 9], GREEDY)
+    for _ in range(4):
+        engine.step()
+    engine.stop("first", 0) if ending == "stop string" else engine.abort("first")
+    while engine.has_work:
+        engine.step()
+    before = engine.metrics.host_gap.total
+    time.sleep(0.3)
+    engine.add_request("second", [7, 8, 9], SamplingParams(max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    assert engine.metrics.host_gap.total == before

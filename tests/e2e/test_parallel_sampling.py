@@ -15,7 +15,7 @@ from engines import (
 )
 
 from jpaged.engine import LLMEngine
-from jpaged.outputs import CompletionOutput
+from jpaged.outputs import CompletionOutput, TokenDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.swap_space import SwappedGroup
 
@@ -160,3 +160,17 @@ def test_a_group_that_could_never_fit_is_refused_with_the_numbers(engine):
 def test_a_step_that_fails_costs_a_group_nothing(engine, expected, monkeypatch):
     break_steps(engine, monkeypatch, lambda number, step: number in (1, 4))
     check_equal(engine, expected)
+
+
+def test_a_sample_that_fails_in_the_step_in_which_the_other_stops_by_text_ends_once(engine):
+    """The engine still counts the other as running, and gives out an end of its own for it."""
+    params = SamplingParams(n=2, stop="a", max_tokens=9)
+    engine.add_request("both", [5, 6], params)
+    [stops, fails, surplus] = [
+        TokenDelta("both", 1, engine.tokenizer.encode("a", add_special_tokens=False), 0.0),
+        *(TokenDelta("both", i, [], 0.0, finish_reason="error", error="no luck") for i in (0, 1)),
+    ]
+    ends = [(delta.index, delta.finish_reason) for delta in engine.read([stops, fails, surplus])]
+    assert ends == [(1, "stop"), (0, "error")]
+    engine.abort("both")
+    assert not engine.requests and engine.kv.pool.num_used == 0

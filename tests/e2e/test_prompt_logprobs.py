@@ -87,3 +87,13 @@ def test_they_are_whole_after_a_step_that_failed(engine, expected, monkeypatch):
     for got, want in zip(run(engine, requests()), expected, strict=True):
         assert (got.prompt_logprobs is None) == (want.prompt_logprobs is None)
         assert [list(p or ()) for p in got.prompt_logprobs or ()] == [list(p or ()) for p in want.prompt_logprobs or ()]
+
+
+def test_a_request_that_ends_amid_its_prompt_has_none_of_them(engine):
+    engine.add_request("gone", PROMPTS[3], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    for _ in range(3):
+        assert engine.step() == []
+    [last] = engine.abort("gone")
+    assert (last.finish_reason, last.prompt_logprobs) == ("abort", None)
+    while engine.has_work:
+        engine.step()

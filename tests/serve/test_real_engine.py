@@ -286,6 +286,13 @@ class http_sockets:
             connection.close()
 
 
+def wait_until_quiet(engine):
+    """Until a process that stands still has been told all that there is to tell, and all that it had said is heard."""
+    num_steps = None
+    while num_steps != (num_steps := engine.metrics.iteration_tokens.count) or not engine._engine._outbox.empty():
+        time.sleep(0.1)
+
+
 @contextlib.contextmanager
 def in_the_middle_of(client, engine, bodies: list[dict]) -> Iterator[list[socket.socket]]:
     """Sends requests and stops the engine's process at a moment when all of them run; yields their sockets. Tries again
@@ -304,7 +311,7 @@ def in_the_middle_of(client, engine, bodies: list[dict]) -> Iterator[list[socket
             num_steps = engine.metrics.iteration_tokens.count
             wait_until(lambda: engine.metrics.iteration_tokens.count - num_steps > 20)  # past every prompt
             os.kill(engine.pid, signal.SIGSTOP)
-            time.sleep(0.1)  # until all that it has said is heard
+            wait_until_quiet(engine)
             if engine.metrics.levels.num_running == len(bodies):
                 yield sockets
                 return
@@ -321,17 +328,19 @@ def test_a_client_that_goes_away_frees_its_blocks_within_two_steps(client, engin
         EngineMetrics.on_levels(metrics, levels)
         num_steps["done"] = metrics.iteration_tokens.count
 
-    def noted(request_id):
-        abort(request_id)
-        asked.set()
+    def noted(name, *arguments):
+        send(name, *arguments)
+        if name == "abort":
+            asked.set()
 
-    abort = engine.abort
+    send = engine._engine.send
     stays, goes = {"prompt": "b", "max_tokens": 250}, {"prompt": "abcdefgh", "max_tokens": 200, "stream": stream}
     with in_the_middle_of(client, engine, [stays, goes]) as sockets:
-        monkeypatch.setattr(engine, "abort", noted)
+        monkeypatch.setattr(engine._engine, "send", noted)
         monkeypatch.setattr(metrics, "on_levels", on_levels)
         sockets[1].close()
         assert asked.wait(20)
+        wait_until_quiet(engine)
         num_steps["asked"] = metrics.iteration_tokens.count
         os.kill(engine.pid, signal.SIGCONT)
         wait_until(lambda: "done" in num_steps)
