@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from dataclasses import asdict
-from typing import NamedTuple
 
 from jpaged.channel import Channel
 from jpaged.config import EngineConfig
