@@ -31,8 +31,8 @@ class AsyncLLM:
     """The server's door: many callers on event loops, and one engine, which has a process of its own.
 
     What is not for the device is done here, on the loop of whoever streams: text, stop strings, log-probs' tokens,
-    ranks and metrics. model is what --model takes; further arguments are EngineConfig's fields. Raises ValueError, OSError or
-    NotImplementedError for what cannot be loaded.
+    ranks and metrics. model is what --model takes; further arguments are EngineConfig's fields. Raises ValueError,
+    OSError or NotImplementedError for what cannot be loaded.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **engine_config: Any):

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import random
 import time
+from functools import partial
 
 from jpaged import debug
 from jpaged.bad_words import bad_word_tokens
@@ -51,7 +52,7 @@ class EngineCore:
         )
         self.scheduler = Scheduler(config, self.kv, self.runner.preemption())
         self.batch_builder = BatchBuilder(config, self.spec, self.model_config.vocab_size)
-        self.pins = PinnedPrefixes(self.kv, self._queue)
+        self.pins = PinnedPrefixes(self.kv, partial(EngineCore.add_request, self))  # nobody reads its token
         self.results = ResultProcessor(self.scheduler)
         self.requests = self.results.requests
         self._seeds = random.Random(config.seed)
@@ -71,9 +72,6 @@ class EngineCore:
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Queues a request. Raises ValueError for one that cannot be served (see `validate`) or whose id is in use."""
-        self._queue(request_id, prompt_token_ids, params)
-
-    def _queue(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self.validate(prompt_token_ids, params)
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")

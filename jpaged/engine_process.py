@@ -148,7 +148,7 @@ def _in_plain_words(error: Exception) -> tuple[str, list]:
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # to a whole service: the client lets its requests end, and then kills
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole service: it is the client's to end this
         signal.signal(number, signal.SIG_IGN)
     channel = Channel.of_file(int(sys.argv[1]))
     try:

@@ -32,10 +32,10 @@ STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 class EngineMetrics:
     """Every metric of one engine, in a registry of its own.
 
-    The engine calls on_step, and on_levels where they change between steps, as by an abort, from one thread; whoever reads
-    a request calls on_inter_token_latency and on_finished, from any. generation_tokens are those that the engine has
-    computed, surplus after a stop string included; a request's own are those that it was given, and its first comes when
-    it is given out (of beams, at the end).
+    The engine calls on_step, and on_levels where they change between steps, as by an abort, from one thread; whoever
+    reads a request calls on_inter_token_latency and on_finished, from any. generation_tokens are those that the engine
+    has computed, surplus after a stop string included; a request's own are those that it was given, and its first comes
+    when it is given out (of beams, at the end).
     Numbers are plain attributes that become Prometheus families only when someone asks: a step costs about two
     microseconds, whatever the number of requests. prefix may be changed at any time.
     """

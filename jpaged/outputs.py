@@ -13,7 +13,7 @@ class TokenDelta(NamedTuple):
     """What one step added to one sample of a request, before it is text. The last one has a finish_reason.
 
     time: when the step's result came, in seconds of time.monotonic's clock. logprobs: of each token, where the request
-    asks for them or its samples are ranked by them. num_cached_tokens and first_scheduled_time: in the first one at least.
+    asks for them or its samples are ranked by them. num_cached_tokens and first_scheduled_time: in the first at least.
     """
 
     request_id: str

@@ -20,20 +20,11 @@ class RequestState:
     has_only_tokens: what is left to say of a request before its end is its one sample's tokens.
     """
 
-    __slots__ = (
-        "seqs",
-        "open",
-        "needs_logprobs",
-        "has_only_tokens",
-        "beams",
-        "prompt_logprobs",
-        "first_scheduled_time",
-    )
+    __slots__ = ("seqs", "open", "has_only_tokens", "beams", "prompt_logprobs", "first_scheduled_time")
 
     def __init__(self, seqs: list[Sequence]):
         self.seqs = seqs
         self.open = set(range(len(seqs)))
-        self.needs_logprobs = seqs[0].params.needs_logprobs
         self.has_only_tokens = False
         self.beams = BeamSearch(seqs) if seqs[0].is_beam else None
         self.prompt_logprobs: list[TokenEntries | None] | None = (
@@ -62,7 +53,7 @@ class ResultProcessor:
                 deltas += self.fail(state, seq.error, {seq.index: token_ids})
             elif seq.is_beam:
                 deltas += self._advance_beams(state, seq, result, row, now)
-            elif state.needs_logprobs:
+            elif seq.params.needs_logprobs:
                 logprobs = [
                     token_entries(seq.params.logprobs or 0, token_id, result, at)
                     for at, token_id in enumerate(token_ids, start=row)
