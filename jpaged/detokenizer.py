@@ -15,13 +15,19 @@ class Detokenizer:
     complete yet is held back. About 0.5 us a token.
     """
 
-    __slots__ = ("_at_start", "_decode", "_skip_ids", "_token_bytes")
+    __slots__ = ("_at_start", "_decode", "_decoder", "_skip_ids", "_token_bytes")
 
     def __init__(self, token_bytes: TokenBytes, *, skip_special_tokens: bool = True, is_continuation: bool = False):
         self._token_bytes = token_bytes
         self._skip_ids = token_bytes.special_ids if skip_special_tokens else frozenset()
-        self._decode = _utf8_decoder("replace").decode
+        self._decoder = _utf8_decoder("replace")
+        self._decode = self._decoder.decode
         self._at_start = token_bytes.strips_leading_space and not is_continuation
+
+    @property
+    def unfinished(self) -> bytes:
+        """The head of a character that is held back."""
+        return self._decoder.getstate()[0]
 
     def push(self, token_id: int) -> str:
         """The text that this token makes certain, often "" in the middle of a character."""
@@ -59,22 +65,32 @@ class StopStringChecker:
         self.stop_string: str | None = None
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """The text that may be shown now. With may_stop false (under min_tokens) this text is only passed through."""
+        """The text that may be shown now.
+
+        With may_stop false (under min_tokens) a stop string that this text completes is only text. One that it begins
+        may still be completed later, so its head is held back all the same.
+        """
         if self.stop_string is not None:
             return ""
-        text = self._held + text
-        self._held = ""
-        if not self._stop or not may_stop:
+        if not self._stop:
             return text
-        hits = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if hits:
-            end, start, self.stop_string = min(hits)
-            return text[: end if self._include else start]
+        num_old = len(self._held)
+        text, self._held = self._held + text, ""
+        if may_stop:
+            # what ends within the old text was completed too early, and passed over then
+            starts = ((stop, text.find(stop, max(0, num_old - len(stop) + 1))) for stop in self._stop)
+            hits = [(start + len(stop), start, stop) for stop, start in starts if start >= 0]
+            if hits:
+                end, start, self.stop_string = min(hits)
+                return text[: end if self._include else start]
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._heads and any(stop.startswith(text[start:]) for stop in self._stop):
+            if text[start] in self._heads and self._is_head(text[start:]):
                 self._held = text[start:]
                 return text[:start]
         return text
+
+    def _is_head(self, text: str) -> bool:
+        return any(len(stop) > len(text) and stop.startswith(text) for stop in self._stop)
 
     def flush(self) -> str:
         """What was held back, once no more text comes."""

@@ -4,6 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers_on_disk import smollm2
 
 from jpaged.metrics import EngineMetrics
@@ -94,6 +96,57 @@ def test_unfinished_character_is_flushed_at_the_end():
 def test_stop_strings_under_min_tokens_are_only_text():
     outputs = Reader(stop=("b",), min_tokens=4).take_all(ids_of("a b a b a b"))
     assert text_of(outputs) == "a b a " and len(outputs) == 4
+
+
+def test_a_stop_string_that_begins_under_min_tokens_ends_the_text_where_it_is_complete():
+    """The default model's own answer to "The capital of France is": the string is complete at the 8th token."""
+    ids = ids_of(" Paris.\n\nThe answer is: Paris")
+    assert ids_of(" Paris.\n\nThe answer is:") == ids[:8]
+    outputs = Reader(stop=(" answer is:",), min_tokens=7).take_all(ids)
+    assert text_of(outputs) == " Paris.\n\nThe" and len(outputs) == 8
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", " answer is:")
+
+
+PIECES = st.sampled_from(ids_of("a") + ids_of("ab") + ids_of("b") + ids_of("\n") + ids_of("😀") + ids_of("é"))
+
+
+def as_read_one_character_at_a_time(ids, stops, min_tokens, include):
+    """The specification: (text, tokens, stop string) where the first of stops is complete that a token completes which is
+    none of the first min_tokens - 1; of several completed at once the longest."""
+    stream = TOKENIZER.stream(True, is_continuation=True)
+    text = ""
+    for number, token_id in enumerate(ids, start=1):
+        for character in stream.push(token_id) + (stream.flush() if number == len(ids) else ""):
+            text += character
+            hits = [stop for stop in stops if text.endswith(stop)] if number >= min_tokens else []
+            if hits:
+                stop = max(hits, key=len)
+                return text[: len(text) if include else len(text) - len(stop)], number, stop
+    return text, len(ids), None
+
+
+@settings(max_examples=600)
+@given(
+    st.lists(PIECES, min_size=1, max_size=14),
+    st.lists(st.text("ab\n😀é", min_size=1, max_size=4), min_size=1, max_size=4, unique=True),
+    st.integers(0, 8),
+    st.booleans(),
+    st.data(),
+)
+def test_stop_strings_end_the_text_at_one_place_whatever_comes_at_a_time(ids, stops, min_tokens, include, data):
+    """Tokens one by one, or several of a step that decoded on or verified a draft; cut up in any way; two samples."""
+    expected = as_read_one_character_at_a_time(ids, stops, min_tokens, include)
+    reader = Reader(stop=stops, min_tokens=min_tokens, include_stop_str_in_output=include, n=2, max_tokens=99)
+    rest, outputs = list(ids), []
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        reason = "length" if size == len(rest) else None
+        outputs += reader.take(*rest[:size], index=0, finish_reason=reason)
+        reader.take(*rest[:size][::-1], index=1, finish_reason=reason)
+        rest = rest[size:]
+        assert expected[0].startswith(text_of(outputs)), "what has been shown is never taken back"
+    got = text_of(outputs), sum(len(output.token_ids) for output in outputs), outputs[-1].stop_reason
+    assert got == expected
 
 
 def test_stop_token_that_is_special_is_not_shown_and_one_that_is_text_is():
