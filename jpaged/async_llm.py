@@ -31,8 +31,9 @@ class AsyncLLM:
     """The server's door: many callers on event loops, and one engine, which has a process of its own.
 
     What is not for the device is done here, on the loop of whoever streams: text, stop strings, log-probs' tokens,
-    ranks and metrics. model is what --model takes; further arguments are EngineConfig's fields. Raises ValueError,
-    OSError or NotImplementedError for what cannot be loaded.
+    ranks and metrics. model is what --model takes; further arguments are EngineConfig's fields. progress says how far
+    compiling ahead has come: requests are served before it is complete, too. Raises ValueError, OSError or
+    NotImplementedError for what cannot be loaded.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **engine_config: Any):
@@ -59,7 +60,7 @@ class AsyncLLM:
         self._death: str | None = None
         self._hears = {
             "step": self._on_step, "levels": self._on_levels, "compiled": self.metrics.on_compile,
-            "progress": self._on_progress, "answer": self._on_answer,
+            "progress": self._on_progress, "answer": self._on_answer, "room": self._on_room,
         }  # fmt: skip
         self._engine = EngineClient(lambda name, arguments: self._hears[name](*arguments), self._die)
         try:
@@ -74,7 +75,6 @@ class AsyncLLM:
             config, spec, self.tokenizer, vocab_size=facts["vocab_size"], max_position=facts["max_position"]
         )
         self._check = replace(check, num_usable_blocks=facts["num_usable_blocks"])
-        self.max_model_len = spec.max_model_len
         gc.freeze()  # what was loaded stays for good: the collector need not walk it again and again
 
     def validate(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -154,17 +154,10 @@ class AsyncLLM:
         """Of the engine's process."""
         return self._engine.pid
 
-    def warmup_progress(self) -> tuple[int, int]:
-        """(programs compiled, programs in all)."""
-        return self.progress.num_compiled, self.progress.num_programs
-
-    def warmup_error(self) -> str | None:
-        """Why compiling ahead was given up, if it was: then programs are compiled on first use."""
-        return self.progress.error
-
-    def is_ready(self) -> bool:
-        """Whether every program is compiled. Requests are served before that, too."""
-        return self.progress.is_complete
+    @property
+    def max_model_len(self) -> int:
+        """How long a request may be, output included."""
+        return self._check.max_model_len
 
     def check_health(self) -> None:
         """Raises RuntimeError with the reason when the engine's process is gone."""
@@ -203,6 +196,9 @@ class AsyncLLM:
 
     def _on_progress(self, progress: list, num_xla_compilations: int) -> None:
         self.progress, self.num_xla_compilations = Progress(*progress), num_xla_compilations
+
+    def _on_room(self, num_usable_blocks: int) -> None:
+        self._check = replace(self._check, num_usable_blocks=num_usable_blocks)
 
     def _on_answer(self, number: int, value: bool) -> None:
         answer = self._answers.get(number)

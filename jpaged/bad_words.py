@@ -7,13 +7,15 @@ from jpaged.tokenizer import Tokenizer
 
 
 def bad_word_tokens(words: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Each word as it begins a text, and as it follows a space where that is not caught by the former.
+    """Each word as it begins a text, and as it follows a space where that is not caught by the former. Spaces before a word
+    are left out; line breaks are part of it.
 
     Raises ValueError for a word of too many tokens, or of none.
     """
     sequences = []
     for word in words:
-        bare, spaced = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+        word = word.lstrip(" ") or word
+        bare, spaced = (tokenizer.encode(space + word, add_special_tokens=False) for space in ("", " "))
         for token_ids in [bare] if spaced[-len(bare) :] == bare else [bare, spaced]:
             if not 0 < len(token_ids) <= MAX_BAD_WORD_TOKENS:
                 raise ValueError(

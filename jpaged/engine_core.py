@@ -52,7 +52,8 @@ class EngineCore:
         )
         self.scheduler = Scheduler(config, self.kv, self.runner.preemption())
         self.batch_builder = BatchBuilder(config, self.spec, self.model_config.vocab_size)
-        self.pins = PinnedPrefixes(self.kv, partial(EngineCore.add_request, self))  # nobody reads its token
+        add_request = partial(EngineCore.add_request, self)  # nobody reads their tokens
+        self.pins = PinnedPrefixes(self.kv, add_request, promised_len=config.max_model_len)
         self.results = ResultProcessor(self.scheduler)
         self.requests = self.results.requests
         self._seeds = random.Random(config.seed)
@@ -64,7 +65,7 @@ class EngineCore:
 
     @property
     def max_model_len(self) -> int:
-        return self.spec.max_model_len
+        return self.validate.max_model_len
 
     @property
     def has_work(self) -> bool:
@@ -153,7 +154,8 @@ class EngineCore:
         appended = self.scheduler.update(step.plan, result.token_ids)
         self.results.take_prompt_logprobs(step.plan, result)
         deltas = self.results.process(appended, result)
-        self.metrics.on_step(step.stats(self.scheduler, sum(max(1, len(token_ids)) for _, _, token_ids in appended)))
+        num_generated = sum(1 if seq.is_beam else len(token_ids) for _, seq, token_ids in appended)
+        self.metrics.on_step(step.stats(self.scheduler, num_generated))
         if not self.has_work:
             self.in_flight.rest()
         return deltas

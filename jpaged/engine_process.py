@@ -56,6 +56,7 @@ class EngineProcess:
             "max_position": engine.model_config.max_position,
             "num_usable_blocks": engine.validate.num_usable_blocks,
         }
+        self._num_usable_blocks = facts["num_usable_blocks"]
         self._tell_progress()
         self._channel.send("loaded", facts, self._cache_config)
         engine.runner.programs.compile_in_background(NUM_COMPILE_THREADS, self._tell_progress)
@@ -65,6 +66,7 @@ class EngineProcess:
         while True:
             self._obey()
             self._say(self._engine.step())
+            self._tell_room()
 
     def set_cache_config(self, **config: object) -> None:
         self._cache_config = {name: str(value) for name, value in config.items()}
@@ -103,7 +105,7 @@ class EngineProcess:
         try:
             self._engine.add_request(request_id, prompt_token_ids, SamplingParams(**params))
         except ValueError as error:  # the client has validated it; if it was wrong, the other requests go on
-            ended = {"finish_reason": FinishReason.ERROR, "error": str(error)}
+            ended = {"finish_reason": FinishReason.ERROR, "error": str(error), "is_bad_request": True}
             num_samples = params["best_of"] or params["n"]
             self._say([TokenDelta(request_id, index, [], time.monotonic(), **ended) for index in range(num_samples)])
 
@@ -115,6 +117,13 @@ class EngineProcess:
 
     def _reset_prefix_cache(self, number: int) -> None:
         self._channel.send("answer", number, self._engine.kv.reset_prefix_cache())
+
+    def _tell_room(self) -> None:
+        """A prefix that could not be pinned leaves its room to requests."""
+        num_usable_blocks = self._engine.validate.num_usable_blocks
+        if num_usable_blocks != self._num_usable_blocks:
+            self._num_usable_blocks = num_usable_blocks
+            self._channel.send("room", num_usable_blocks)
 
     def _tell_progress(self) -> None:
         with self._progress_lock:  # of several threads, none may tell what was true before the last one told

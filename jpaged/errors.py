@@ -9,6 +9,10 @@ class KernelCheckFailed(Exception):
     """`--check-kernels` has found a wrong kernel or block id. The engine stops: to go on would hide it."""
 
 
+class ContextLengthError(ValueError):
+    """A request that does not fit in the context. Clients recognise it by its name, trim their prompt and try again."""
+
+
 NOT_FINITE, NOTHING_ALLOWED, NOT_PROCESSED = -1, -2, -3
 TOKEN_ERRORS = {
     NOT_FINITE: "the model's logits are not finite numbers",

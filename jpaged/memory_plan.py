@@ -77,7 +77,8 @@ class MemoryPlan:
             rows.append(("limit", self.limit, f"of {self.device}"))
         lines = [f"memory on {self.device}:"]
         lines += [f"  {name:<20}{size / 2**20:>10,.1f} MiB  {note}".rstrip() for name, size, note in rows]
-        num_blocks, length = self.spec.num_usable_blocks - num_pinned_blocks, self.spec.max_model_len
+        num_blocks = self.spec.num_usable_blocks - num_pinned_blocks
+        length = min(self.spec.max_model_len, self.spec.num_tokens_in(num_blocks))
         if self.spec.has_windows:
             size = self.spec.num_blocks_for(length)
             groups = ", ".join(

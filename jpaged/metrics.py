@@ -34,8 +34,9 @@ class EngineMetrics:
 
     The engine calls on_step, and on_levels where they change between steps, as by an abort, from one thread; whoever
     reads a request calls on_inter_token_latency and on_finished, from any. generation_tokens are those that the engine
-    has computed, surplus after a stop string included; a request's own are those that it was given, and its first comes
-    when it is given out (of beams, at the end).
+    has sampled; request_generation_tokens are those that requests were given, and a request's first comes when it is
+    given out (of beams, at the end). What the engine has sampled and nobody was given: what came after a stop string
+    or an abort, what beams sampled beyond the tokens of their results, and one token of each pinned prefix.
     Numbers are plain attributes that become Prometheus families only when someone asks: a step costs about two
     microseconds, whatever the number of requests. prefix may be changed at any time.
     """
@@ -202,7 +203,12 @@ class EngineMetrics:
             ("spec_decode_num_draft_tokens", "Tokens drafted ahead and verified", self.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafted tokens that were right", self.num_accepted_tokens),
             ("prompt_tokens", "Prompt tokens computed", self.prompt_tokens),
-            ("generation_tokens", "Tokens generated", self.generation_tokens),
+            (
+                "generation_tokens",
+                "Tokens sampled, those included that no request is given: after a stop string or an abort, of beams that "
+                "were given up, and one of each pinned prefix. Drafts count as far as they were right",
+                self.generation_tokens,
+            ),
             ("padding_tokens", "Tokens computed only to fill a bucket", self.padding_tokens),
         )
 
@@ -227,5 +233,9 @@ class EngineMetrics:
             ("request_prefill_time_seconds", "From the first step to the first token", self.prefill_time),
             ("request_decode_time_seconds", "From the first token to the end", self.decode_time),
             ("request_prompt_tokens", "Prompt tokens of a request", self.request_prompt_tokens),
-            ("request_generation_tokens", "Tokens generated for a request", self.request_generation_tokens),
+            (
+                "request_generation_tokens",
+                "Tokens given to a request, up to the end of its stop string; its best_of samples that were dropped included",
+                self.request_generation_tokens,
+            ),
         )

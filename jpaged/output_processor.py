@@ -91,11 +91,17 @@ class OutputProcessor:
         return [output for delta in last for output in self.process(delta)]
 
     def _named(self, entries: list[TokenEntries | None]) -> list[TokenLogprobs | None]:
-        named = self._tokenizer.decoded_token
+        described = self._described
         return [
-            at and {token_id: Logprob(logprob, rank, named(token_id)) for token_id, logprob, rank in at}
+            at and {token_id: Logprob(logprob, rank, *described(token_id)) for token_id, logprob, rank in at}
             for at in entries
         ]
+
+    def _described(self, token_id: int) -> tuple[str, bytes]:
+        """A token's name, and what it adds to the text."""
+        tokenizer = self._tokenizer
+        is_shown = not self.params.skip_special_tokens or token_id not in tokenizer.special_token_ids
+        return tokenizer.decoded_token(token_id), tokenizer.token_bytes(token_id) if is_shown else b""
 
     def _count(self, finish_reason: str) -> None:
         num_generated = sum(sample.num_tokens for sample in self._samples)
@@ -166,6 +172,7 @@ class SampleText:
             stop_reason=stop_reason,
             num_cached_tokens=self._num_cached_tokens,
             error=delta.error,
+            is_bad_request=delta.is_bad_request,
             index=self.index,
             cumulative_logprob=delta.cumulative_logprob,
         )

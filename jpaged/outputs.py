@@ -28,15 +28,21 @@ class TokenDelta(NamedTuple):
     first_scheduled_time: float | None = None  # of the request
     cumulative_logprob: float | None = None  # of a beam
     error: str | None = None
+    is_bad_request: bool = False  # whether the error is the caller's fault
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """One candidate token at one position; rank 1 is the most likely."""
+    """One candidate token at one position; rank 1 is the most likely.
+
+    decoded_token: the token as text on its own; a piece of a character is named by its bytes ("bytes:\\xf0\\x9f").
+    token_bytes: what it adds to the text: nothing where it is a special token that the text leaves out.
+    """
 
     logprob: float
     rank: int
     decoded_token: str
+    token_bytes: bytes
 
 
 TokenLogprobs = dict[int, Logprob]
@@ -48,7 +54,8 @@ class OutputDelta:
     """What one step added to one sample of a request. The last delta of each sample has a finish_reason.
 
     text may lag behind token_ids: an unfinished UTF-8 character, or what may be the head of a stop string, is held back.
-    error is set, with finish_reason "error", when the engine had to give the request up.
+    error is set, with finish_reason "error", when the engine had to give the request up; is_bad_request, where that is the
+    caller's fault.
     """
 
     request_id: str
@@ -63,6 +70,7 @@ class OutputDelta:
     index: int = 0  # of the sample
     cumulative_logprob: float | None = None  # in the last delta of samples that were ranked
     num_dropped_tokens: int = 0  # generated for samples that were not among the best
+    is_bad_request: bool = False
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:

@@ -18,10 +18,20 @@ PARAMS = SamplingParams(temperature=0, max_tokens=1)
 
 
 class PinnedPrefixes:
-    """Each is computed once, as a request of one token that nobody hears of; then its blocks are owned for good."""
+    """Each is computed once, as a request of one token that nobody hears of; then its blocks are owned for good.
 
-    def __init__(self, kv: KVCacheManager, add_request: Callable[[str, list[int], SamplingParams], object]):
-        self._kv = kv
+    promised_len: the context length that the operator has asked for, for which there must always be room. None for as
+    many tokens as fit beside the prefixes.
+    """
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        add_request: Callable[[str, list[int], SamplingParams], object],
+        *,
+        promised_len: int | None = None,
+    ):
+        self._kv, self._promised_len = kv, promised_len
         self._add_request = add_request
         self._numbers = count()
         self.prefixes: dict[str, list[int]] = {}  # by request id
@@ -35,8 +45,8 @@ class PinnedPrefixes:
         return len(set().union(*self._held.values()))
 
     def add(self, token_ids: list[int], sequences: Iterable[Sequence]) -> None:
-        """Queues a prefix. Raises ValueError where it leaves no room for a request of maximum length, or for those of
-        sequences, which have been taken."""
+        """Queues a prefix. Raises ValueError where it leaves no room for a request of the promised length, or else for one
+        that goes on from the longest prefix, or for those of sequences, which have been taken."""
         kv, spec = self._kv, self._kv.spec
         if not kv.enable_prefix_caching:
             raise ValueError("pin_prefix needs enable_prefix_caching")
@@ -49,11 +59,15 @@ class PinnedPrefixes:
         seen_from = spec.seen_from(num_blocks * spec.block_size)
         held = {(group, h) for group, first in enumerate(seen_from) for h in hashes[first:]}
         total, limit, needs = len(held.union(*self._held.values())), spec.num_usable_blocks, {}
-        needs[f"a request of max_model_len ({spec.max_model_len})"] = spec.num_blocks_for(spec.max_model_len)
+        if self._promised_len is not None:
+            needs[f"a request of max_model_len ({self._promised_len})"] = spec.num_blocks_for(self._promised_len)
+        else:
+            longest = 1 + max(map(len, [token_ids, *self.prefixes.values()]))
+            needs[f"a request of {longest} tokens, which goes on from a pinned prefix,"] = spec.num_blocks_for(longest)
         for seq in sequences:
-            if seq.group is not None:  # several samples may need more than one sequence of any length
-                samples = seq.num_prompt_tokens, seq.max_tokens, len(seq.group.unfinished)
-                needs[f"request {seq.request_id}"] = spec.num_blocks_for_samples(*samples)
+            num_samples = 1 if seq.group is None else len(seq.group.unfinished)
+            samples = seq.num_prompt_tokens, max(seq.max_tokens, 1), num_samples
+            needs[f"request {seq.request_id}"] = spec.num_blocks_for_samples(*samples)
         who = max(needs, key=needs.get)
         if total + needs[who] > limit:
             raise ValueError(

@@ -1,12 +1,14 @@
 """RequestCheck: refuses, in one line with the value and the limit, a request that can never be served."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from jpaged.bad_words import bad_word_tokens
 from jpaged.beam_search import num_candidates
 from jpaged.cache_spec import CacheSpec
 from jpaged.config import EngineConfig
+from jpaged.errors import ContextLengthError
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
@@ -18,7 +20,7 @@ class RequestCheck:
     vocab_size: int
     max_position: int
     spec: CacheSpec
-    num_usable_blocks: int
+    num_usable_blocks: int  # beside the pinned prefixes
     max_logprobs: int
     max_num_seqs: int
     max_num_edited_seqs: int
@@ -50,16 +52,15 @@ class RequestCheck:
             worst = worst if worst >= self.vocab_size else min(ids, default=0)
             if not 0 <= worst < self.vocab_size:
                 raise ValueError(f"{name} holds token id {worst}; the vocabulary ends at {self.vocab_size - 1}")
-        bad_word_tokens(params.bad_words, self.tokenizer)
-        num_prompt, limit = len(prompt_token_ids), self.spec.max_model_len
-        is_cut = limit < self.max_position
-        why = f" (the KV pool holds {self.spec.num_tokens_in(self.num_usable_blocks)})" if is_cut else ""
-        if num_prompt >= limit:
-            raise ValueError(f"the prompt has {num_prompt} tokens; the context is {limit} tokens{why}, output included")
-        if params.max_tokens is not None and num_prompt + params.max_tokens > limit:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {params.max_tokens}, together "
-                f"{num_prompt + params.max_tokens}; the context is {limit} tokens{why}"
+        self._check_that_tokens_are_left(params)
+        num_prompt, limit = len(prompt_token_ids), self.max_model_len
+        max_tokens = 1 if params.max_tokens is None else params.max_tokens
+        if num_prompt + max_tokens > limit:
+            room = self.spec.num_tokens_in(self.num_usable_blocks)
+            why = f" The KV pool has room for {room} tokens." if room == limit < self.max_position else ""
+            raise ContextLengthError(  # OpenAI's words, which clients search for
+                f"This model's maximum context length is {limit} tokens. However, you requested "
+                f"{num_prompt + max_tokens} tokens ({num_prompt} in the prompt, {max_tokens} in the completion).{why}"
             )
         if params.min_tokens > limit - num_prompt:
             raise ValueError(
@@ -83,13 +84,32 @@ class RequestCheck:
         if params.num_samples > 1:
             self._check_samples(num_prompt, params)
 
+    @cached_property
+    def max_model_len(self) -> int:
+        """How long a request may be, output included: what the spec says, or what pinned prefixes have left of it."""
+        return min(self.spec.max_model_len, self.spec.num_tokens_in(self.num_usable_blocks))
+
     def max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         """What was asked for, or as much as the context and, where samples share it, the pool can hold."""
         if params.max_tokens is not None:
             return params.max_tokens
         num_shared = num_prompt // self.spec.block_size
         num_tokens = self.spec.num_tokens_in(self.num_usable_blocks, params.num_samples, num_shared)
-        return min(self.spec.max_model_len, num_tokens + 1) - num_prompt
+        return min(self.max_model_len, num_tokens + 1) - num_prompt
+
+    def _check_that_tokens_are_left(self, params: SamplingParams) -> None:
+        """Refuses what excludes every token from the start. What bad words of several tokens exclude shows later."""
+        banned = {ids[0] for ids in bad_word_tokens(params.bad_words, self.tokenizer) if len(ids) == 1}
+        if params.min_tokens:
+            banned.update(params.stop_token_ids, () if params.ignore_eos else self.tokenizer.eos_token_ids)
+        allowed = params.allowed_token_ids
+        num_left = self.vocab_size - len(banned) if allowed is None else len(set(allowed) - banned)
+        if num_left <= 0:
+            name = "bad_words" if allowed is None else "allowed_token_ids"
+            raise ValueError(
+                f"{name} leaves no token to sample: bad_words, and with min_tokens the stop tokens, exclude all that are "
+                "allowed"
+            )
 
     def _check_beams(self, params: SamplingParams) -> None:
         num_stops = len(params.stop_token_ids) + (0 if params.ignore_eos else len(self.tokenizer.eos_token_ids))

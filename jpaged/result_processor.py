@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 
 from jpaged.beam_search import BeamSearch
+from jpaged.errors import NOTHING_ALLOWED, TOKEN_ERRORS
 from jpaged.model_runner import StepResult
 from jpaged.outputs import TokenDelta, TokenEntries
 from jpaged.scheduler import Scheduler
@@ -50,7 +51,8 @@ class ResultProcessor:
             if state.has_only_tokens and seq.finish_reason is None:
                 deltas.append(TokenDelta(seq.request_id, 0, token_ids, now))
             elif seq.error is not None:
-                deltas += self.fail(state, seq.error, {seq.index: token_ids})
+                is_bad_request = seq.error == TOKEN_ERRORS[NOTHING_ALLOWED]
+                deltas += self.fail(state, seq.error, {seq.index: token_ids}, is_bad_request=is_bad_request)
             elif seq.is_beam:
                 deltas += self._advance_beams(state, seq, result, row, now)
             elif seq.params.needs_logprobs:
@@ -79,20 +81,33 @@ class ResultProcessor:
             row += end - first
 
     def give_up(
-        self, state: RequestState, reason: str, error: str | None = None, token_ids: Mapping[int, list[int]] = {}
+        self, state: RequestState, reason: str, token_ids: Mapping[int, list[int]] = {}, **why: object
     ) -> list[TokenDelta]:
-        """Ends a request's samples as they are, with the tokens that some still had; returns their last deltas."""
+        """Ends a request's samples as they are, with the tokens that some still had; returns their last deltas.
+
+        why: the deltas' fields that say more of the reason.
+        """
         now = time.monotonic()
         for seq in state.seqs:
             self.scheduler.finish(seq, reason)
-        ended = {"finish_reason": reason, "stop_reason": None, "error": error, "prompt_logprobs": None}
+        ended = {"finish_reason": reason, "stop_reason": None, "prompt_logprobs": None, **why}
         open_seqs = [state.seqs[index] for index in sorted(state.open)]
         return [self._delta(state, seq, token_ids.get(seq.index, []), now, None)._replace(**ended) for seq in open_seqs]
 
-    def fail(self, state: RequestState, error: str, token_ids: Mapping[int, list[int]] = {}) -> list[TokenDelta]:
-        """Gives up a request that cannot go on, and says why."""
-        logger.error("request %s failed: %s", state.seqs[0].request_id, error)
-        return self.give_up(state, FinishReason.ERROR, error, token_ids)
+    def fail(
+        self,
+        state: RequestState,
+        error: str,
+        token_ids: Mapping[int, list[int]] = {},
+        *,
+        is_bad_request: bool = False,
+    ) -> list[TokenDelta]:
+        """Gives up a request that cannot go on, and says why. What the caller did wrong is no concern of the operator."""
+        logger.log(
+            logging.INFO if is_bad_request else logging.ERROR,
+            "request %s failed: %s", state.seqs[0].request_id, error,
+        )  # fmt: skip
+        return self.give_up(state, FinishReason.ERROR, token_ids, error=error, is_bad_request=is_bad_request)
 
     def stop(self, state: RequestState, index: int) -> None:
         """Ends a sample in whose text a stop string was found. Nothing more is said of it; one that has ended is left

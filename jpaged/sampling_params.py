@@ -37,7 +37,7 @@ class SamplingParams:
     min_p, top_k, top_p, to the probabilities after temperature. A seed makes a request repeatable whatever else runs.
     max_tokens None means as many as the context allows. logprobs k returns the chosen token's log-probability and the k
     best, of the model's own distribution (before all that follows, temperature and filters). prompt_logprobs k returns
-    the same of every token of the prompt but the first.
+    the same of every token of the prompt but the first; with max_tokens 0 the prompt is scored and nothing generated.
 
     Requests share cached prefixes only with those of the same cache_salt: a tenant's own, and hard to guess, keeps others
     from finding out by timing what it has asked. Of two requests that wait, the one of the lower priority number comes
@@ -99,7 +99,7 @@ class SamplingParams:
             )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
         object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors or ()))
         _require(
@@ -116,13 +116,13 @@ class SamplingParams:
                 isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value),
                 f"{name} must be a finite number, got {value!r}",
             )
+            object.__setattr__(self, name, float(value))
         for name in INTEGERS:
             value = getattr(self, name)
-            optional = name not in ("n", "top_k", "min_tokens", "priority")
-            _require(
-                (value is None and optional) or (isinstance(value, Integral) and not isinstance(value, bool)),
-                f"{name} must be an integer, got {value!r}",
-            )
+            if value is None and name not in ("n", "top_k", "min_tokens", "priority"):
+                continue
+            _require(_is_integer(value), f"{name} must be an integer, got {value!r}")
+            object.__setattr__(self, name, int(value))
         _require(1 <= self.n <= MAX_SAMPLES, f"n must be in [1, {MAX_SAMPLES}], got {self.n}")
         _require(
             self.best_of is None or self.n <= self.best_of <= MAX_SAMPLES,
@@ -135,7 +135,8 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}")
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, f"seed must fit in 64 bits, got {self.seed}")
         _require(
-            self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"
+            self.max_tokens is None or self.max_tokens >= (1 if self.prompt_logprobs is None else 0),
+            f"max_tokens must be at least 1, or 0 with prompt_logprobs, got {self.max_tokens}",
         )
         _require(self.min_tokens >= 0, f"min_tokens must not be negative, got {self.min_tokens}")
         _require(
@@ -152,24 +153,18 @@ class SamplingParams:
             f"repetition_penalty must be in [0.01, 100], got {self.repetition_penalty}",
         )
         _require(
-            all(isinstance(word, str) and word.strip() for word in self.bad_words),
-            f"bad_words must hold strings that are not blank, got {list(self.bad_words)!r}",
+            all(isinstance(word, str) and word for word in self.bad_words),
+            f"bad_words must hold non-empty strings, got {list(self.bad_words)!r}",
         )
         _require(
             len(self.bad_words) <= MAX_BAD_WORDS,
             f"bad_words takes at most {MAX_BAD_WORDS} strings, got {len(self.bad_words)}",
         )
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             _require(len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty")
-            wrong = next((t for t in self.allowed_token_ids if not _is_token_id(t)), None)
-            _require(wrong is None, f"allowed_token_ids must hold token ids, got {wrong!r}")
         _require(all(isinstance(s, str) and s for s in stop), f"stop must hold non-empty strings, got {list(stop)!r}")
         _require(len(stop) <= MAX_STOP_STRINGS, f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
-        _require(
-            all(map(_is_token_id, self.stop_token_ids)),
-            f"stop_token_ids must hold token ids, got {list(self.stop_token_ids)!r}",
-        )
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
@@ -182,14 +177,11 @@ class SamplingParams:
             salt is None or 1 <= len(salt) <= MAX_CACHE_SALT,
             f"cache_salt must have 1 to {MAX_CACHE_SALT} characters, got {len(salt or '')}",
         )
-
         self._check_beam_search()
 
     def _check_beam_search(self) -> None:
-        _require(
-            isinstance(self.early_stopping, bool) or self.early_stopping == "never",
-            f"early_stopping must be true, false or 'never', got {self.early_stopping!r}",
-        )
+        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        _require(is_known, f"early_stopping must be true, false or 'never', got {self.early_stopping!r}")
         for name, value, neutral in (
             ("length_penalty", self.length_penalty, 1.0), ("early_stopping", self.early_stopping, False)
         ):  # fmt: skip
@@ -229,8 +221,15 @@ class SamplingParams:
         return bool(has_penalty or has_ban or self.logit_bias or self.logits_processors)
 
 
-def _is_token_id(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 0
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _token_ids(name: str, given: Iterable) -> tuple[int, ...]:
+    ids = tuple(given)
+    wrong = next((i for i in ids if not _is_integer(i) or i < 0), None)
+    _require(wrong is None, f"{name} must hold token ids, got {wrong!r}")
+    return tuple(map(int, ids))
 
 
 def _biases(given: object) -> dict[int, float]:
@@ -238,13 +237,14 @@ def _biases(given: object) -> dict[int, float]:
     _require(given is None or isinstance(given, Mapping), f"logit_bias must map token ids to numbers, got {given!r}")
     biases = {}
     for key, value in (given or {}).items():
-        is_id = _is_token_id(key) or (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12)
-        _require(is_id, f"logit_bias must have token ids as keys, got {key!r}")
-        _require(int(key) not in biases, f"logit_bias names token {int(key)} twice")
+        is_text = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12
+        _require(is_text or (_is_integer(key) and key >= 0), f"logit_bias must have token ids as keys, got {key!r}")
+        token_id = int(key)
+        _require(token_id not in biases, f"logit_bias names token {token_id} twice")
         _require(
             isinstance(value, Real) and not isinstance(value, bool) and -100 <= value <= 100,
-            f"logit_bias must hold numbers in [-100, 100], got {value!r} for token {int(key)}",
+            f"logit_bias must hold numbers in [-100, 100], got {value!r} for token {token_id}",
         )
-        biases[int(key)] = float(value)
+        biases[token_id] = float(value)
     _require(len(biases) <= MAX_LOGIT_BIASES, f"logit_bias takes at most {MAX_LOGIT_BIASES} tokens, got {len(biases)}")
     return biases

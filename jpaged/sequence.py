@@ -111,8 +111,8 @@ class Sequence:
 
     @property
     def num_tokens_left(self) -> int:
-        """Tokens that it may still have after the pending ones."""
-        return self.num_prompt_tokens + self.max_tokens - self.length
+        """Tokens that may still be sampled after the pending ones: one at least of every sequence."""
+        return self.num_prompt_tokens + max(self.max_tokens, 1) - self.length
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -141,7 +141,10 @@ class Sequence:
         return child
 
     def append(self, token_id: int) -> str | None:
-        """Adds a sampled token; returns the finish reason that it causes, and sets stop_reason."""
+        """Adds a sampled token; returns the finish reason that it causes, and sets stop_reason. With max_tokens 0 the token
+        is not added: only the prompt is wanted."""
+        if self.max_tokens == 0:
+            return FinishReason.LENGTH
         self.token_ids.append(token_id)
         num_output = self.num_output_tokens
         if token_id in self.stop_token_ids and num_output >= self.params.min_tokens:

@@ -119,8 +119,27 @@ class Tokenizer:
         return self._token_bytes[token_id]
 
     def decoded_token(self, token_id: int) -> str:
-        """One token as text on its own, special or not, with U+FFFD for a part of a character."""
-        return self._token_bytes[token_id].decode("utf-8", "replace")
+        """One token as text on its own, special or not. One that holds a piece of a character has no text: it is named by
+        its bytes, as OpenAI does ("bytes:\\xf0\\x9f")."""
+        token = self._token_bytes[token_id]
+        try:
+            return token.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+    def text_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Where in text each token of `encode` begins, in characters; a piece of a character at that character. Tokens
+        that were added begin where the next one does."""
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        offsets, begin, end = [], 0, 0
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets):
+            token = self._token_bytes[token_id].decode("utf-8", "replace")
+            whole = token.partition("\ufffd")[0]
+            # some tokenizers leave the spaces around a word out of its offsets: then it begins where the one before ends
+            begin = max(begin, end if whole and text.startswith(whole, end) else start)
+            end = begin + len(token) if text.startswith(token, begin) else max(stop, begin)
+            offsets.append(begin)
+        return offsets
 
     def to_json(self) -> str:
         """The whole pipeline as the text of a tokenizer.json."""

@@ -157,8 +157,10 @@ def test_what_cannot_cross_to_another_process_is_refused(engine):
     with pytest.raises(ValueError, match="^logits_processors cannot go to the engine's process: LLM has its engine in"):
         engine.validate(PROMPT, SamplingParams(logits_processors=[lambda ids, logits: logits]))
     before = engine.metrics.snapshot()
+    params = SamplingParams()
+    object.__setattr__(params, "temperature", Fraction(1, 2))  # of which it would have made a float
     with pytest.raises(TypeError, match=r"^Fraction\(1, 2\) cannot be sent to another process$"):
-        generate(engine, SamplingParams(temperature=Fraction(1, 2)))
+        generate(engine, params)
     assert engine.metrics.snapshot() == before
     assert not engine._streams and not engine._engine_ids and engine._num_added == engine._num_seen
     assert len(generate(engine, SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3

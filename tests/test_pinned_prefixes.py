@@ -10,13 +10,13 @@ from jpaged.sequence import FinishReason, Sequence
 from jpaged.sequence_group import SequenceGroup
 
 
-def make_pins(**options) -> tuple[Scheduler, PinnedPrefixes]:
+def make_pins(promised_len=None, **options) -> tuple[Scheduler, PinnedPrefixes]:
     _, _, scheduler = make(budget=32, **options)
 
     def add_request(request_id, token_ids, params):
         scheduler.add(Sequence(request_id, token_ids, params, seed=0, max_tokens=1))
 
-    return scheduler, PinnedPrefixes(scheduler.kv, add_request)
+    return scheduler, PinnedPrefixes(scheduler.kv, add_request, promised_len=promised_len)
 
 
 def run_step(scheduler: Scheduler, pins: PinnedPrefixes, *failing: str) -> None:
@@ -49,7 +49,7 @@ def test_a_prefix_that_fails_gives_its_blocks_back_and_may_be_pinned_again():
 
 
 def test_a_prefix_is_refused_that_would_take_the_room_of_a_request_that_waits():
-    scheduler, pins = make_pins(num_blocks=1 + 12 + 12)  # twice the longest sequence
+    scheduler, pins = make_pins(num_blocks=1 + 12 + 12, promised_len=48)  # twice the longest sequence
     for seq in SequenceGroup(request(1, list(range(40, 48)), max_tokens=29), 3).sequences:  # 2 blocks and 3 times 7
         scheduler.add(seq)
     with pytest.raises(ValueError, match=r"^pin_prefix needs 2 blocks .* leaves 22 .* 24; request 1 needs 23: raise"):
@@ -58,3 +58,14 @@ def test_a_prefix_is_refused_that_would_take_the_room_of_a_request_that_waits():
     pins.add(list(range(4)), scheduler.sequences)
     with pytest.raises(ValueError, match=r"^pin_prefix needs 13 blocks .*; a request of max_model_len \(48\) needs 12"):
         pins.add(list(range(40, 88)), [])
+
+
+def test_where_no_length_is_promised_a_prefix_needs_room_for_a_request_that_goes_on_from_it():
+    _, pins = make_pins(num_blocks=1 + 12)  # as many as the longest sequence takes
+    pins.add(list(range(20)), [])
+    assert pins.num_blocks == 5
+    says = r"^pin_prefix needs 9 blocks .* leaves 3 .*; a request of 21 tokens, which goes on from a pinned prefix, needs 6"
+    with pytest.raises(ValueError, match=says):
+        pins.add(list(range(40, 56)), [])
+    with pytest.raises(ValueError, match=r"request 1 needs 8: "):  # one that was taken before
+        pins.add(list(range(40, 41)), [request(1, list(range(40, 48)), max_tokens=25)])

@@ -7,6 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers_on_disk import VECTORS, smollm2, tiny_sentencepiece, tiny_sentencepiece_metadata, vocabulary
 
 from jpaged.gguf_tokenizer import build_gguf_tokenizer
@@ -207,3 +210,35 @@ def test_import_loads_neither_jax_nor_torch_nor_transformers():
     root = Path(__file__).parent.parent
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("token", "name"), [(b"\xf0\x9f", r"bytes:\xf0\x9f"), (b" \xf0\x9f", r"bytes:\x20\xf0\x9f")])
+def test_a_token_that_holds_a_piece_of_a_character_is_named_by_its_bytes(token, name):
+    tokenizer = smollm2()
+    found = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == token]
+    assert [tokenizer.decoded_token(i) for i in found] == [name] * len(found) and found
+
+
+@pytest.mark.parametrize("make", [smollm2, tiny_sentencepiece])
+@settings(max_examples=200)
+@given(text=st.text(st.sampled_from("aeé🦜 \n.I<l|>"), min_size=1, max_size=20))
+def test_a_tokens_offset_is_its_place_in_the_text(make, text):
+    tokenizer = make()
+    ids = tokenizer.encode(text)
+    offsets = tokenizer.text_offsets(text)
+    assert offsets == sorted(offsets) and len(offsets) == len(ids)
+    for token_id, offset in zip(ids, offsets):
+        token = tokenizer.decoded_token(token_id)
+        if token.startswith("bytes:"):
+            assert any(ord(c) > 127 for c in text[offset : offset + 2])
+        elif token_id not in tokenizer.special_token_ids and not (make is tiny_sentencepiece and offset == 0):
+            assert text[offset : offset + len(token)] == token, (text, token, offset)
+
+
+def test_spaces_that_a_tokenizer_leaves_out_of_its_offsets_belong_to_the_word_after_them():
+    """As GPT-2's and Llama 3's do, whose files ask for trimmed offsets."""
+    backend = tokenizers.Tokenizer.from_str(smollm2().to_json())
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    assert backend.encode("a  sea").offsets[-1] == (3, 6)
+    text = "I like   the 🦜 and  the sea\n\n ."
+    assert Tokenizer(backend, {}).text_offsets(text) == smollm2().text_offsets(text)

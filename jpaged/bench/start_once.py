@@ -28,15 +28,15 @@ async def start_engine(config: EngineConfig, started: float) -> dict:
     prompt = engine.tokenizer.encode(PROMPT)
     async for _ in engine.stream(prompt, SamplingParams(temperature=0, max_tokens=4), "first"):
         seconds.setdefault("first_token", time.time() - started)
-    while not engine.is_ready():
-        if error := engine.warmup_error():
+    while not engine.progress.is_complete:
+        if error := engine.progress.error:
             raise RuntimeError(error)
         await asyncio.sleep(POLL_SECONDS)
     seconds["ready"] = time.time() - started
     compiled = (value for name, value in engine.metrics.snapshot().items() if name.startswith("xla_compiles{"))
     return {
         "seconds": seconds,
-        "programs": engine.warmup_progress()[1],
+        "programs": engine.progress.num_programs,
         "programs_compiled": int(sum(compiled)),
         "xla_compiled": engine.num_xla_compilations,
     }

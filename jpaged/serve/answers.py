@@ -8,6 +8,7 @@ import jpaged
 from jpaged.outputs import OutputDelta
 from jpaged.serve.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from jpaged.serve.protocol import GenerationBody
+from jpaged.serve.text_offsets import TextOffsets
 
 
 class Answer:
@@ -93,26 +94,28 @@ class CompletionAnswer(Answer):
     def __init__(self, *args):
         super().__init__(*args)
         num_choices = len(self._prompts) * self._n
-        self._text_offsets, self._has_begun = [0] * num_choices, [False] * num_choices
+        self._text_offsets: list[TextOffsets | None] = [None] * num_choices  # of choices that have begun
         self._prompt_logprobs: list[list] = [[] for _ in self._prompts]  # they come with a prompt's first delta
 
     def _choice(self, index: int, delta: OutputDelta, *, is_chunk: bool = False) -> dict:
-        is_first, self._has_begun[index] = not self._has_begun[index], True
-        prompt = index // self._n
+        prompt, is_first = index // self._n, self._text_offsets[index] is None
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = delta.prompt_logprobs
-        is_echo = is_first and bool(self._body.echo)
+        echoed = self._prompt_text(prompt) if is_first and self._body.echo else ""
+        if is_first:
+            self._text_offsets[index] = self._offsets(start=len(echoed), is_continuation=True)
         logprobs = None
         if self._num_logprobs is not None:
             positions, first_token = delta.logprobs or [], None
-            if is_echo:
+            offsets = [self._text_offsets[index].next(next(iter(position))) for position in positions]
+            if is_first and self._body.echo:
                 positions = self._prompt_logprobs[prompt][1:] + positions
                 first_token = self._tokenizer.decoded_token(self._prompts[prompt][0])
-            logprobs = completion_logprobs(positions, self._num_logprobs, self._text_offsets[index], first_token)
-            self._text_offsets[index] += sum(map(len, logprobs["tokens"]))
+                offsets = self._prompt_offsets(prompt) + offsets
+            logprobs = completion_logprobs(positions, self._num_logprobs, offsets, first_token)
         choice = {
             "index": index,
-            "text": self._prompt_text(prompt) + delta.text if is_echo else delta.text,
+            "text": echoed + delta.text,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
@@ -129,7 +132,26 @@ class CompletionAnswer(Answer):
         prompt = self._body.prompts()[number]
         if isinstance(prompt, str):
             return prompt
-        return self._tokenizer.decode(prompt, skip_special_tokens=self._body.skip_special_tokens is not False)
+        return self._tokenizer.decode(prompt, skip_special_tokens=self._skips_special_tokens)
+
+    def _prompt_offsets(self, number: int) -> list[int]:
+        """Of an echoed prompt, which is shown as it came: as text or as what its ids say."""
+        prompt = self._body.prompts()[number]
+        if isinstance(prompt, str):
+            return self._tokenizer.text_offsets(prompt, self._body.add_special_tokens is not False)
+        return list(map(self._offsets(start=0, is_continuation=False).next, prompt))
+
+    def _offsets(self, *, start: int, is_continuation: bool) -> TextOffsets:
+        return TextOffsets(
+            self._tokenizer,
+            skip_special_tokens=self._skips_special_tokens,
+            start=start,
+            is_continuation=is_continuation,
+        )
+
+    @property
+    def _skips_special_tokens(self) -> bool:
+        return self._body.skip_special_tokens is not False
 
 
 class ChatAnswer(Answer):

@@ -131,14 +131,14 @@ class Routes:
         engine = self._loader.engine_or_none()
         if trouble is not None or engine is None:
             return self._state_response(trouble)
-        num_compiled, num_programs = engine.warmup_progress()
-        progress = {"num_compiled": num_compiled, "num_programs": num_programs}
-        if engine.is_ready():
-            return self._state_response(None, progress)
-        reason = f"{num_compiled} of {num_programs} programs are compiled; requests are answered all the same"
-        if (error := engine.warmup_error()) is not None:
-            reason += f"; compiling ahead was given up: {error}"
-        return self._state_response(("compiling", reason), progress)
+        progress = engine.progress
+        counts = {"num_compiled": progress.num_compiled, "num_programs": progress.num_programs}
+        if progress.is_complete:
+            return self._state_response(None, counts)
+        reason = "{num_compiled} of {num_programs} programs are compiled; requests are answered all the same"
+        if progress.error is not None:
+            reason += f"; compiling ahead was given up: {progress.error}"
+        return self._state_response(("compiling", reason.format(**counts)), counts)
 
     async def version(self) -> Response:
         return json_response({"version": jpaged.__version__})

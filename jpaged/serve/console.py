@@ -47,11 +47,11 @@ def say(text: str) -> None:
 async def show_warmup(engine: "jpaged.AsyncLLM", config: ServeConfig, url: str) -> None:
     """A progress bar until every program is compiled, then where the server is and how to try it."""
     start = time.monotonic()
-    if not engine.is_ready():
+    if not engine.progress.is_complete:
         say(f"the model is loaded and answers at {url}; until its programs are compiled, first answers are slower")
         await (_show_bar(engine) if sys.stderr.isatty() else _log_progress(engine))
     seconds = time.monotonic() - start
-    if (error := engine.warmup_error()) is not None:
+    if (error := engine.progress.error) is not None:
         say(f"compiling ahead was given up ({error}); programs are compiled on first use")
         return
     say(f"jpaged is ready at {url} (all programs compiled, {seconds:.1f} s after loading). Try:")
@@ -59,17 +59,17 @@ async def show_warmup(engine: "jpaged.AsyncLLM", config: ServeConfig, url: str) 
 
 
 def _is_compiling(engine: "jpaged.AsyncLLM") -> bool:
-    return not engine.is_ready() and engine.warmup_error() is None
+    return not engine.progress.is_complete and engine.progress.error is None
 
 
 async def _show_bar(engine: "jpaged.AsyncLLM") -> None:
-    num_compiled, num_programs = engine.warmup_progress()
+    num_compiled, num_programs, *_ = engine.progress
     with tqdm(total=num_programs, initial=num_compiled, desc="compiling", unit=" programs", file=sys.stderr) as bar:
         while _is_compiling(engine):
-            bar.n = engine.warmup_progress()[0]
+            bar.n = engine.progress.num_compiled
             bar.refresh()
             await asyncio.sleep(POLL_SECONDS)
-        bar.n = engine.warmup_progress()[0]
+        bar.n = engine.progress.num_compiled
 
 
 async def _log_progress(engine: "jpaged.AsyncLLM") -> None:
@@ -77,7 +77,7 @@ async def _log_progress(engine: "jpaged.AsyncLLM") -> None:
     next_line = time.monotonic()
     while _is_compiling(engine):
         if time.monotonic() >= next_line:
-            logger.info("compiled %d of %d programs", *engine.warmup_progress())
+            logger.info("compiled %d of %d programs", *engine.progress[:2])
             next_line += STATS_SECONDS
         await asyncio.sleep(POLL_SECONDS)
 

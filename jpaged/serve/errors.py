@@ -9,6 +9,7 @@ from dataclasses import fields
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from jpaged.errors import ContextLengthError
 from jpaged.sampling_params import SamplingParams
 
 TYPES = {
@@ -28,7 +29,6 @@ EXPECTED = {
     "dict_type": "an object",
     "float_type": "a number",
     "int_type": "an integer",
-    "int_from_float": "an integer",
     "list_type": "a list",
     "model_type": "an object",
     "string_type": "a string",
@@ -44,10 +44,20 @@ _short = reprlib.Repr(maxlevel=3, maxlist=8, maxdict=4, maxstring=80, maxlong=40
 
 
 class ApiError(Exception):
-    """One line for the client with its status; param names the field at fault."""
+    """One line for the client with its status; param names the field at fault. code: the status, but where OpenAI has a
+    name that clients test for."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, headers: dict[str, str] | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
         super().__init__(message)
+        self.code = code or status
         self.status = status
         self.message = message
         self.param = param
@@ -55,11 +65,16 @@ class ApiError(Exception):
 
     def body(self) -> dict:
         kind = TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
+
+
+def context_length_exceeded(message: str, param: str | None) -> ApiError:
+    """A prompt that does not fit. Agents recognise it, trim their history and try again."""
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 _FIELDS = frozenset(f.name for f in fields(SamplingParams)) | {"prompt"}
@@ -73,6 +88,8 @@ def caller_errors(param: str | None = None) -> Iterator[None]:
     """
     try:
         yield
+    except ContextLengthError as error:
+        raise context_length_exceeded(str(error), param) from error
     except ValueError as error:
         message = textwrap.shorten(str(error), MAX_MESSAGE, placeholder=" ...")
         first_word = message.split(" ", 1)[0]

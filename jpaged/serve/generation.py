@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 import jpaged
-from jpaged.errors import QueueFullError
+from jpaged.errors import ContextLengthError, QueueFullError
 from jpaged.outputs import OutputDelta, merge_deltas
 from jpaged.sampling_params import SamplingParams
 from jpaged.serve.answers import Answer
@@ -40,7 +40,6 @@ class Generation:
             raise ApiError(500, str(error)) from error
         self._engine = engine
         self._is_stream = bool(body.stream)
-        self._is_echo_alone = body.is_echo_alone
         self._prompts = prompts
         answer_id = answer_class.id_prefix + (body.request_id or uuid.uuid4().hex)
         self._headers = [(b"x-request-id", answer_id.encode("utf-8", "replace"))]
@@ -50,16 +49,18 @@ class Generation:
         is_default = body.max_tokens is None and params.max_tokens is not None
         self._params = [self._fit(params, prompt) if is_default else params for prompt in prompts]
         for prompt, prompt_params in zip(prompts, self._params, strict=True):
-            self._check(prompt, prompt_params)
+            self._check(prompt, prompt_params, body.prompt_field)
         self._num_choices = params.n * len(prompts)
         self._answer = answer_class(answer_id, model, body, prompts, engine.tokenizer)
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+    def _check(self, prompt: list[int], params: SamplingParams, prompt_field: str) -> None:
         try:
             with caller_errors():
                 self._engine.validate(prompt, params)
-        except ApiError:
+        except ApiError as error:
             self._engine.metrics.on_rejected("invalid")
+            if isinstance(error.__cause__, ContextLengthError):
+                error.param = prompt_field
             raise
 
     def response(self) -> Response:
@@ -105,8 +106,8 @@ class Generation:
             async with aclosing(self._engine.stream(self._prompts[index], self._params[index], engine_id)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "error":
-                        raise ApiError(500, delta.error or "the engine gave this request up")
-                    yield replace(delta, text="", token_ids=[], logprobs=[]) if self._is_echo_alone else delta
+                        raise ApiError(400 if delta.is_bad_request else 500, delta.error)
+                    yield delta
         except QueueFullError as error:
             self._engine.metrics.on_rejected("queue_full")
             raise ApiError(429, str(error), headers={"Retry-After": "1"}) from error

@@ -19,10 +19,13 @@ class Message(BaseModel):
 
     def for_template(self, where: str) -> dict[str, str]:
         refuse_unsupported(self.model_extra, MESSAGE, where)
-        if self.content is None:
+        content = self.content
+        if content is None and self.role == "assistant":  # as agents send it beside tool calls
+            content = ""
+        if content is None:
             raise bad_request(f"{where}.content is required", "messages")
-        parts = [self.content] if isinstance(self.content, str) else [
-            _text_of(part, f"{where}.content[{i}]") for i, part in enumerate(self.content)
+        parts = [content] if isinstance(content, str) else [
+            _text_of(part, f"{where}.content[{i}]") for i, part in enumerate(content)
         ]  # fmt: skip
         message = {"role": self.role, "content": "\n".join(parts)}  # vLLM joins parts by a line break too
         return message if self.name is None else message | {"name": self.name}

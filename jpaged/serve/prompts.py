@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 
 import jpaged
-from jpaged.serve.errors import bad_request, caller_errors
+from jpaged.serve.errors import bad_request, caller_errors, context_length_exceeded
 from jpaged.serve.protocol import ChatFields, CompletionBody
 
 MANY_CHARACTERS = 20_000  # about 5 ms of tokenizing: more would hold up the other requests' tokens
@@ -42,8 +42,9 @@ async def encode(engine: "jpaged.AsyncLLM", text: str, add_special_tokens: bool,
     """Raises a 400 for text that cannot fit, before the tokenizer spends seconds and gigabytes on it."""
     num_bytes, limit = len(text.encode("utf-8", "replace")), engine.max_model_len * _max_token_bytes(engine.tokenizer)
     if num_bytes > limit:
-        raise bad_request(
-            f"{param} has {num_bytes} bytes of text; a context of {engine.max_model_len} tokens holds {limit} at most",
+        raise context_length_exceeded(
+            f"This model's maximum context length is {engine.max_model_len} tokens, which hold {limit} bytes of text at "
+            f"most. However, {param} has {num_bytes}.",
             param,
         )
     with caller_errors(param):

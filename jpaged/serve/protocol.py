@@ -1,9 +1,10 @@
 """The bodies of requests: names and types. What a value may be, SamplingParams and the engine know."""
 
+import codecs
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jpaged.sampling_params import SamplingParams
 from jpaged.serve.errors import bad_request, caller_errors, from_validation, shown
@@ -13,6 +14,14 @@ from jpaged.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, TOKENIZE,
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions
 MAX_PROMPTS = 2048  # in one completion request
 MAX_TOP_LOGPROBS_OF_CHAT = 20
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""An integer. JSON has one kind of number: 2.0 is 2."""
 
 
 class Body(BaseModel):
@@ -25,7 +34,7 @@ class Body(BaseModel):
     def parse(cls, body: bytes) -> Self:
         """Raises a 400 in one line: malformed JSON, invalid UTF-8, a wrong type, an unknown or unsupported field."""
         try:
-            parsed = cls.model_validate_json(body)
+            parsed = cls.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
         except ValidationError as error:
             raise from_validation(error) from None
         refuse_unsupported(parsed.model_extra, cls.neutral)
@@ -44,7 +53,9 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """What completions and chat have in common."""
+    """What completions and chat have in common. prompt_field: where the prompt stands."""
+
+    prompt_field: ClassVar[str]
 
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=128)
@@ -53,31 +64,31 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
 
-    n: int | None = None
+    n: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[Whole] | None = None
     bad_words: list[str] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Whole] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
     skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: Whole | None = None
 
     def check(self) -> None:
         if (name := self.request_id) and not (name.isascii() and name.isprintable() and " " not in name):
@@ -89,11 +100,6 @@ class GenerationBody(Body):
             if not self.stream:
                 raise bad_request("stream_options needs stream to be true", "stream_options")
             refuse_unsupported(self.stream_options.model_extra, STREAM_OPTIONS, "stream_options")
-
-    @property
-    def is_echo_alone(self) -> bool:
-        """Whether the answer is the prompt and nothing else: its log-probs are all that is asked for."""
-        return False
 
     def num_logprobs(self) -> int | None:
         """How many alternatives are asked for at each position; None for no log-probs at all."""
@@ -119,11 +125,11 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    neutral = COMPLETION
+    neutral, prompt_field = COMPLETION, "prompt"
 
     prompt: Any = None
-    best_of: int | None = None
-    logprobs: int | None = None
+    best_of: Whole | None = None
+    logprobs: Whole | None = None
     echo: bool | None = None
 
     def check(self) -> None:
@@ -135,15 +141,11 @@ class CompletionBody(GenerationBody):
             )
         self.prompts()
 
-    @property
-    def is_echo_alone(self) -> bool:
-        return bool(self.echo) and self.max_tokens == 0
-
     def special_params(self) -> dict[str, Any]:
-        special = {"max_tokens": 1, "min_tokens": 0} if self.is_echo_alone else {}
-        if self.echo and self.prompt_logprobs is None:
-            special["prompt_logprobs"] = self.logprobs
-        return special
+        if not self.echo or self.prompt_logprobs is not None:
+            return {}
+        is_echo_alone = self.max_tokens == 0
+        return {"prompt_logprobs": 0 if is_echo_alone and self.logprobs is None else self.logprobs}
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
@@ -153,8 +155,10 @@ class CompletionBody(GenerationBody):
         prompt = self.prompt
         if prompt is None:
             raise bad_request("prompt is required", "prompt")
-        if isinstance(prompt, str) or _is_token_ids(prompt):
+        if isinstance(prompt, str):
             return [prompt]
+        if (ids := _token_ids(prompt)) is not None:
+            return [ids]
         if isinstance(prompt, list) and prompt:
             if len(prompt) > MAX_PROMPTS:
                 raise bad_request(f"prompt holds {len(prompt)} prompts, the limit is {MAX_PROMPTS}", "prompt")
@@ -163,8 +167,11 @@ class CompletionBody(GenerationBody):
                     f"{len(prompt)} prompts with n = {self.n} are {len(prompt) * self.n} choices, the limit is {MAX_PROMPTS}",
                     "n",
                 )
-            if all(isinstance(p, str) for p in prompt) or all(_is_token_ids(p) for p in prompt):
+            if all(isinstance(p, str) for p in prompt):
                 return prompt
+            prompts = list(map(_token_ids, prompt))
+            if None not in prompts:
+                return prompts
         raise bad_request(
             "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids, none of "
             f"them empty, got {shown(prompt)}",
@@ -186,11 +193,11 @@ class ChatFields(Body):
 
 
 class ChatBody(ChatFields, GenerationBody):
-    neutral = CHAT
+    neutral, prompt_field = CHAT, "messages"
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
 
     def check(self) -> None:
         super().check()
@@ -231,8 +238,12 @@ class TokenizeBody(ChatFields):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Whole]
 
 
-def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(type(token) is int for token in value)
+def _token_ids(value: object) -> list[int] | None:
+    """The ids of a list of whole numbers that is not empty; None for anything else."""
+    if not isinstance(value, list) or not value:
+        return None
+    ids = list(map(_whole, value))
+    return ids if all(type(token) is int for token in ids) else None

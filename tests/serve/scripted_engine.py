@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from jpaged.config import EngineConfig
+from jpaged.detokenizer import Detokenizer
+from jpaged.errors import ContextLengthError
 from jpaged.metrics import EngineMetrics
 from jpaged.outputs import Logprob, OutputDelta
+from jpaged.programs import Progress
 
 
 class ByteTokenizer:
@@ -13,7 +16,8 @@ class ByteTokenizer:
 
     vocab_size = 258
     bos_token_id = 256
-    eos_token_ids = frozenset({257})
+    eos_token_ids = special_ids = special_token_ids = frozenset({257})
+    strips_leading_space = False
     has_chat_template = True
 
     def encode(self, text, add_special_tokens=True):
@@ -25,6 +29,11 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id):
         return bytes([token_id]) if token_id < 256 else b""
+
+    __getitem__ = token_bytes
+
+    def stream(self, skip_special_tokens=True, is_continuation=False):
+        return Detokenizer(self, skip_special_tokens=skip_special_tokens, is_continuation=is_continuation)
 
     def id_to_token(self, token_id):
         return chr(token_id)
@@ -60,8 +69,8 @@ async def silent(prompt_token_ids: list[int]) -> AsyncIterator[OutputDelta]:
 
 def delta(token_id: int, finish_reason: str | None = None, **more) -> OutputDelta:
     text = chr(token_id)
-    best = Logprob(logprob=-0.1, rank=1, decoded_token="?")
-    chosen = Logprob(logprob=float("-inf"), rank=2, decoded_token=text)
+    best = Logprob(logprob=-0.1, rank=1, decoded_token="?", token_bytes=b"?")
+    chosen = Logprob(logprob=float("-inf"), rank=2, decoded_token=text, token_bytes=text.encode())
     return OutputDelta("", text, [token_id], [{token_id: chosen, 63: best}], finish_reason, num_cached_tokens=1, **more)
 
 
@@ -75,7 +84,7 @@ class ScriptedEngine:
         self.generation_defaults = {}
         self.metrics = EngineMetrics("scripted")
         self.script = script
-        self.progress = (3, 3)
+        self.progress = Progress(3, 3, is_complete=True)
         self.death: str | None = None
         self.validated = []
         self.running: list[str] = []
@@ -84,9 +93,9 @@ class ScriptedEngine:
     def validate(self, prompt_token_ids, params):
         self.validated.append((prompt_token_ids, params))
         if len(prompt_token_ids) + (params.max_tokens or 1) > self.max_model_len:
-            raise ValueError(
-                f"prompt ({len(prompt_token_ids)} tokens) and max_tokens ({params.max_tokens}) exceed the context of "
-                f"{self.max_model_len} tokens"
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{len(prompt_token_ids)} and {params.max_tokens}."
             )
 
     async def stream(self, prompt_token_ids, params, request_id):
@@ -96,15 +105,6 @@ class ScriptedEngine:
                 yield item
         finally:
             self.closed.append(request_id)
-
-    def warmup_progress(self):
-        return self.progress
-
-    def warmup_error(self):
-        return None
-
-    def is_ready(self):
-        return self.progress[0] == self.progress[1]
 
     def check_health(self):
         if self.death:

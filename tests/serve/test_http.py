@@ -12,6 +12,7 @@ from http_server import events, http_server
 from scripted_engine import ScriptedEngine, delta, echo, forever, silent
 
 from jpaged.errors import QueueFullError
+from jpaged.programs import Progress
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -23,12 +24,14 @@ def wait_until(condition, seconds=5.0):
         time.sleep(0.005)
 
 
-def error_of(response: httpx.Response, status: int, kind: str, param: str | None = None) -> str:
+def error_of(
+    response: httpx.Response, status: int, kind: str, param: str | None = None, code: str | None = None
+) -> str:
     """The message of an error in OpenAI's envelope."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["param"], error["code"]) == (kind, param, status)
+    assert (error["type"], error["param"], error["code"]) == (kind, param, code or status)
     assert "\n" not in error["message"]
     return error["message"]
 
@@ -233,10 +236,6 @@ def test_bad_requests_are_400_in_the_envelope_and_the_server_goes_on(serve):
     says = error_of(client.post("/v1/completions", json=body | {"best_of": 1}), 400, "BadRequestError", "best_of")
     says = error_of(client.post("/v1/completions", json={"prompt": ["a"] * 1025, "n": 2}), 400, "BadRequestError", "n")
     assert says == "1025 prompts with n = 2 are 2050 choices, the limit is 2048"
-    says = error_of(client.post("/v1/completions", json={"prompt": "a" * 1000}), 400, "BadRequestError", "prompt")
-    assert "1001 tokens" in says and "1000 tokens" in says
-    says = error_of(client.post("/v1/completions", json={"prompt": "a" * 2000}), 400, "BadRequestError", "prompt")
-    assert says == "prompt has 2000 bytes of text; a context of 1000 tokens holds 1000 at most"
     body = {"messages": MESSAGES, "chat_template_kwargs": {"refuse": True}}
     error_of(client.post("/v1/chat/completions", json=body), 400, "BadRequestError", "messages")
     body = {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}
@@ -246,6 +245,24 @@ def test_bad_requests_are_400_in_the_envelope_and_the_server_goes_on(serve):
     zipped = json_type | {"content-encoding": "gzip"}
     error_of(client.post("/v1/completions", content=b"x", headers=zipped), 400, "BadRequestError")
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "num_characters"),
+    [("/v1/completions", "prompt", 999), ("/v1/chat/completions", "messages", 982)],  # and what a template adds
+)
+def test_a_prompt_that_does_not_fit_is_recognised_by_its_code(serve, path, field, num_characters):
+    """As agents do, which trim and try again."""
+    client = serve(ScriptedEngine())
+
+    def ask(num_characters: int) -> str:
+        text = "a" * num_characters
+        body = {field: text if field == "prompt" else [{"role": "user", "content": text}]}
+        return error_of(client.post(path, json=body), 400, "BadRequestError", field, "context_length_exceeded")
+
+    assert ask(num_characters).startswith("This model's maximum context length is 1000 tokens. However, you requested 1")
+    says = "This model's maximum context length is 1000 tokens, which hold 1000 bytes of text at most. However, "
+    assert ask(2000).startswith(says + field)
 
 
 def test_an_unknown_model_and_an_unknown_path_are_404(serve):
@@ -410,14 +427,14 @@ def test_http_answers_while_the_model_loads():
 
 def test_ready_follows_the_compilation_and_requests_are_answered_meanwhile(serve):
     engine = ScriptedEngine()
-    engine.progress = (3, 20)
+    engine.progress = Progress(3, 20)
     client = serve(engine)
     response = client.get("/ready")
     assert response.status_code == 503
     assert (response.json()["num_compiled"], response.json()["num_programs"]) == (3, 20)
     assert client.get("/health").status_code == 200
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
-    engine.progress = (20, 20)
+    engine.progress = Progress(20, 20, is_complete=True)
     assert client.get("/ready").json() == {"status": "ok", "num_compiled": 20, "num_programs": 20}
 
 

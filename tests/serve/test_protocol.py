@@ -1,11 +1,12 @@
 """What a body may be, and the one line that says why not. No server, no engine."""
 
+import codecs
 import json
 
 import pytest
 
 from jpaged.serve.errors import ApiError
-from jpaged.serve.protocol import ChatBody, CompletionBody, TokenizeBody
+from jpaged.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from jpaged.serve.unsupported import CHAT, COMPLETION
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -46,7 +47,7 @@ def test_a_body_that_is_no_json_object_says_what_is_wrong(body, says):
         ("max_tokens", "16", "max_tokens must be an integer, got '16'"),
         ("max_tokens", 1.5, "max_tokens must be an integer, got 1.5"),
         ("max_tokens", True, "max_tokens must be an integer, got True"),
-        ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
+        ("max_tokens", 0, "max_tokens must be at least 1, or 0 with prompt_logprobs, got 0"),
         ("temperature", "hot", "temperature must be a number, got 'hot'"),
         ("temperature", -1, "temperature must be in [0, 100], got -1.0"),
         ("temperature", float("nan"), "temperature must be a finite number, got nan"),
@@ -78,7 +79,7 @@ def test_a_body_that_is_no_json_object_says_what_is_wrong(body, says):
         ("allowed_token_ids", [5, -1], "allowed_token_ids must hold token ids, got -1"),
         ("allowed_token_ids", [True], "allowed_token_ids[0] must be an integer, got True"),
         ("bad_words", "a", "bad_words must be a list, got 'a'"),
-        ("bad_words", ["a", " "], "bad_words must hold strings that are not blank, got ['a', ' ']"),
+        ("bad_words", ["a", ""], "bad_words must hold non-empty strings, got ['a', '']"),
         ("bad_words", ["a"] * 129, "bad_words takes at most 128 strings, got 129"),
         ("prompt_logprobs", -1, "prompt_logprobs must not be negative, got -1"),
         ("prompt_logprobs", True, "prompt_logprobs must be an integer, got True"),
@@ -99,14 +100,14 @@ def test_a_wrong_value_is_named_with_its_field_and_limit(field, value, says):
     assert error.param == field
 
 
-@pytest.mark.parametrize("prompt", [1, True, {}, [], [1, "a"], [[1], []], [[]], [True], [["a"]], [1.0], None])
+@pytest.mark.parametrize("prompt", [1, True, {}, [], [1, "a"], [[1], []], [[]], [True], [["a"]], [1.5], [[1.0], [True]], None])
 def test_a_prompt_of_no_known_shape_is_refused(prompt):
     assert refusal(CompletionBody, {"prompt": prompt}).param == "prompt"
 
 
 @pytest.mark.parametrize(
     ("prompt", "choices"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([1.0], [[1]])],
 )
 def test_a_prompt_has_four_shapes(prompt, choices):
     assert CompletionBody.parse(json.dumps({"prompt": prompt}).encode()).prompts() == choices
@@ -231,13 +232,45 @@ def test_prompt_logprobs_cannot_be_streamed():
         ({"echo": True}, (16, None, None)),
         ({"echo": True, "logprobs": 3}, (16, 3, 3)),
         ({"echo": True, "logprobs": 3, "prompt_logprobs": 1}, (16, 3, 1)),
-        ({"echo": True, "logprobs": 3, "max_tokens": 0}, (1, 3, 3)),
+        ({"echo": True, "logprobs": 3, "max_tokens": 0}, (0, 3, 3)),
+        ({"echo": True, "max_tokens": 0}, (0, None, 0)),
         ({"echo": False, "logprobs": 3}, (16, 3, None)),
     ],
 )
 def test_an_echo_asks_for_the_prompts_logprobs_where_it_asks_for_any(fields, expected):
     params = CompletionBody.parse(json.dumps({"prompt": "a"} | fields).encode()).sampling_params({}, max_tokens=16)
     assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == expected
+
+
+@pytest.mark.parametrize(("body_class", "start"), [(CompletionBody, {"prompt": "a"}), (ChatBody, {"messages": MESSAGES})])
+def test_a_whole_number_is_an_integer_however_it_is_written(body_class, start):
+    """JSON has one kind of number, and some clients write all of theirs with a point."""
+    whole = {"max_tokens": 9, "n": 2, "top_k": 3, "min_tokens": 1, "seed": 7, "prompt_logprobs": 1, "priority": 2}
+    lists = {"stop_token_ids": [3, 4], "allowed_token_ids": [3, 4, 5]}
+    pointed = {name: float(value) for name, value in whole.items()}
+    pointed |= {name: list(map(float, ids)) for name, ids in lists.items()}
+    params = body_class.parse(json.dumps(start | pointed).encode()).sampling_params({}, max_tokens=16)
+    for name, value in (whole | {name: tuple(ids) for name, ids in lists.items()}).items():
+        got = getattr(params, name)
+        assert got == value and not isinstance(got, float), name
+    error = refusal(body_class, start | {"max_tokens": 2.5})
+    assert (error.message, error.param) == ("max_tokens must be an integer, got 2.5", "max_tokens")
+    assert DetokenizeBody.parse(b'{"tokens": [1.0, 2]}').tokens == [1, 2]
+
+
+@pytest.mark.parametrize("body_class", [CompletionBody, ChatBody, TokenizeBody])
+def test_a_body_may_begin_with_a_byte_order_mark(body_class):
+    body = {"messages": MESSAGES} if body_class is ChatBody else {"prompt": "a"}
+    assert body_class.parse(codecs.BOM_UTF8 + json.dumps(body).encode()) == body_class.parse(json.dumps(body).encode())
+    with pytest.raises(ApiError, match="not valid JSON"):
+        body_class.parse(codecs.BOM_UTF8 * 2 + b"{}")
+
+
+def test_an_assistants_message_without_content_is_an_empty_one_and_others_are_refused():
+    said = {"role": "assistant"}
+    for message in (said, said | {"content": None}, said | {"content": None, "tool_calls": []}, said | {"content": ""}):
+        body = ChatBody.parse(json.dumps({"messages": [*MESSAGES, message]}).encode())
+        assert body.messages_for_template()[-1] == {"role": "assistant", "content": ""}
 
 
 def test_max_completion_tokens_is_max_tokens():

@@ -14,8 +14,11 @@ import httpx
 import openai
 import pytest
 from http_server import events, http_server
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jpaged.metrics import EngineMetrics
+from jpaged.serve.protocol import ChatBody, CompletionBody
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -158,6 +161,158 @@ def test_an_echo_alone_is_the_prompt_and_nothing_more(client):
     assert answer["usage"]["completion_tokens"] == 0
 
 
+PARROT = "I like 🦜 and café. Then"
+
+
+def columns_of(client, stream: bool, **fields) -> tuple[str, dict]:
+    """A completion's text and its log-probs' columns, whole or put together of chunks."""
+    if not stream:
+        choice = complete(client, **fields)["choices"][0]
+        return choice["text"], choice["logprobs"]
+    text = client.post("/v1/completions", json=GREEDY | fields | {"stream": True}).text
+    chunks = [json.loads(chunk)["choices"][0] for chunk in events(text)[:-1]]
+    names = chunks[0]["logprobs"]
+    columns = {name: [value for chunk in chunks for value in chunk["logprobs"][name]] for name in names}
+    return "".join(chunk["text"] for chunk in chunks), columns
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_text_offset_is_where_the_token_stands_in_the_text(client, stream, as_ids):
+    """Of a prompt's tokens and of those that a random model says: most of these are pieces that make no character."""
+    prompt = PARROT
+    if as_ids:  # with special tokens, which the text leaves out
+        ids = client.post("/tokenize", json={"prompt": PARROT, "add_special_tokens": False}).json()["tokens"]
+        prompt = [256, *ids[:9], 257, *ids[9:], 257]
+    text, columns = columns_of(client, stream, prompt=prompt, echo=True, logprobs=2, max_tokens=30)
+    assert text.startswith(PARROT)
+    special = {"<|im_start|>", "<|im_end|>"}
+    num_whole = 0
+    for token, offset in zip(columns["tokens"], columns["text_offset"], strict=True):
+        if token.startswith("bytes:"):
+            assert text[offset] in "🦜é\ufffd" or not text[offset].isascii()
+        elif token not in special:
+            assert text[offset : offset + len(token)] == token
+            num_whole += 1
+    assert num_whole >= 19
+    assert columns["text_offset"] == sorted(columns["text_offset"])
+    parrot = [o for t, o in zip(columns["tokens"], columns["text_offset"]) if t in (r"bytes:\xf0", r"bytes:\x9f")][:2]
+    assert parrot == [PARROT.index("🦜")] * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_alternative_has_a_name_and_bytes_of_its_own(client, seed):
+    ask = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "ignore_eos": True}
+    columns = complete(client, logprobs=3, **ask)["choices"][0]["logprobs"]
+    for token, top in zip(columns["tokens"], columns["top_logprobs"]):
+        assert token in top and len(top) in (3, 4)
+    body = ask | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}
+    choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    joined = b"".join(bytes(entry["bytes"]) for entry in content)
+    assert joined.decode("utf-8", "replace") == choice["message"]["content"]
+    assert any(entry["token"].startswith("bytes:") for entry in content)
+    for entry in content:
+        assert len({tuple(best["bytes"]) for best in entry["top_logprobs"] if best["bytes"]}) >= 2
+        assert len({best["token"] for best in entry["top_logprobs"]}) == 3
+
+
+def id_of(client, character: str) -> int:
+    (token_id,) = client.post("/tokenize", json={"prompt": character, "add_special_tokens": False}).json()["tokens"]
+    return token_id
+
+
+@pytest.mark.parametrize(
+    ("allowed", "fields"),
+    [
+        ("a", {"bad_words": ["a"]}),
+        ("ab", {"bad_words": ["b", "a"]}),
+        ("a", {"stop_token_ids": "a", "min_tokens": 1}),
+        ("", {"min_tokens": 1, "ignore_eos": False}),  # the end of the text alone
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_constraints_that_leave_no_token_are_the_callers_fault(client, engine, allowed, fields, stream):
+    ids = [id_of(client, character) for character in allowed] or list(engine.tokenizer.eos_token_ids)
+    fields = {name: ids if value == "a" else value for name, value in fields.items()}
+    ask = GREEDY | {"prompt": "a", "stream": stream, "allowed_token_ids": ids}
+    response = client.post("/v1/completions", json=ask | fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "BadRequestError", "allowed_token_ids")
+    assert client.post("/v1/completions", json=ask | {"logit_bias": {ids[0]: -100}}).status_code == 200
+
+
+def test_constraints_that_leave_no_token_later_are_the_callers_fault_too(client):
+    ask = GREEDY | {"prompt": "b", "allowed_token_ids": [id_of(client, "a")], "bad_words": ["aa"], "n": 2}
+    response = client.post("/v1/completions", json=ask)
+    says = "no token is left to sample: what the request allows, bans and biases excludes all of them"
+    error = {"message": says, "type": "BadRequestError", "param": None, "code": 400}
+    assert (response.status_code, response.json()) == (400, {"error": error})
+    *chunks, last, done = events(client.post("/v1/completions", json=ask | {"stream": True}).text)
+    assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) in ("a", "aa")
+    assert json.loads(last) == {"error": error} and done == "[DONE]"
+
+
+NASTY = st.sampled_from(
+    [None, True, False, 0, -1, 1, 2, 3.0, 2.5, -0.0, 5e-324, 1e-9, 1e308, 2**31, 2**63, 2**64, 10**40, "", " ", "\n", "a",
+     "\x00", "🦜", "é" * 40, [], [""], ["\n"], ["a", "🦜"], [0], [97], [257], [97, 97], [-1], [258], [1.0], [2**70], [[]],
+     [[97]], [["a"]], [None], {}, {"97": -100}, {"97": 1e308}, {"a": 1}, {"include_usage": True}, {"type": "text"}, "never"]
+)  # fmt: skip
+CONSTRAINTS = st.fixed_dictionaries({}, optional={
+    "allowed_token_ids": st.lists(st.integers(0, 257), min_size=1, max_size=3),
+    "bad_words": st.lists(st.text("ab \n", min_size=1, max_size=3), max_size=3),
+    "logit_bias": st.dictionaries(st.integers(0, 257).map(str), st.sampled_from([-100, 100]), max_size=3),
+    "min_tokens": st.integers(0, 3), "stop_token_ids": st.lists(st.integers(0, 257), max_size=3),
+    "temperature": st.sampled_from([0, 1e-6, 1e-5, 1, 100]), "top_p": st.sampled_from([5e-324, 0.5, 1]),
+    "top_k": st.sampled_from([-1, 1, 3]), "min_p": st.sampled_from([0, 5e-324, 1]), "seed": st.integers(0, 9),
+    "repetition_penalty": st.sampled_from([0.01, 100]), "presence_penalty": st.sampled_from([-2, 2]),
+    "n": st.integers(1, 2), "logprobs": st.integers(0, 2), "echo": st.booleans(),
+})  # fmt: skip
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+    constraints=CONSTRAINTS,
+    nasty=st.dictionaries(
+        st.sampled_from(sorted(CompletionBody.model_fields.keys() | ChatBody.model_fields.keys())), NASTY, max_size=3
+    ),
+    stream=st.booleans(),
+)
+def test_no_body_makes_the_server_fail(client, path, constraints, nasty, stream):
+    """Whatever a client asks for: it is answered, or it is the client's fault."""
+    if path == "/v1/chat/completions":
+        constraints.pop("echo", None)
+        if "logprobs" in constraints:
+            constraints |= {"logprobs": True, "top_logprobs": constraints["logprobs"]}
+    start = {"prompt": "ab"} if path == "/v1/completions" else {"messages": MESSAGES}
+    body = start | {"max_tokens": 4, "stream": stream} | constraints | nasty
+    response = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400, 404), (body, response.text)
+    assert "InternalServerError" not in response.text, (body, response.text)
+
+
+def test_a_prompt_may_fill_the_context_where_nothing_is_generated(client, engine):
+    """As evaluation harnesses score texts: only what is generated needs room beyond."""
+    ids = [number % 256 for number in range(engine.max_model_len)]
+    ask = {"echo": True, "max_tokens": 0, "logprobs": 1}
+    answer = complete(client, ids, **ask)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 0
+    assert [len(column) for column in choice["logprobs"].values()] == [len(ids)] * 4
+    shorter = complete(client, ids[:-3], **ask)["choices"][0]["logprobs"]
+    for whole, part in zip(choice["logprobs"]["token_logprobs"][1:], shorter["token_logprobs"][1:]):
+        assert whole == pytest.approx(part, abs=1e-4)
+    assert complete(client, ids, echo=True, max_tokens=0)["choices"][0]["logprobs"] is None
+    assert complete(client, [5], n=2, **ask)["choices"][1]["text"] == answer["choices"][0]["text"][5]
+    for more in ({"max_tokens": 1}, {"max_tokens": None}):
+        response = client.post("/v1/completions", json={"prompt": ids} | ask | more)
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    response = client.post("/v1/completions", json={"prompt": [*ids, 1]} | ask)
+    says = f"requested {len(ids) + 1} tokens ({len(ids) + 1} in the prompt, 0 in the completion)"
+    assert says in response.json()["error"]["message"]
+
+
 def test_prompt_logprobs_are_given_by_token_id(client):
     choice = complete(client, [0, 5, 9], max_tokens=2, prompt_logprobs=1)["choices"][0]
     first, *others = choice["prompt_logprobs"]
@@ -240,7 +395,7 @@ def test_tokens_survive_the_round_trip(client):
         ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs is 21; the limit is 20 (max_logprobs)"),
         ({"prompt": "a", "echo": True, "logprobs": 21}, "the limit is 20"),
         ({"prompt": "a" * 300}, "300"),
-        ({"prompt": "a" * 200, "max_tokens": 100}, "256"),
+        ({"prompt": "a" * 200, "max_tokens": 100}, "maximum context length is 256 tokens"),
         ({"prompt": "a", "max_tokens": 10**30}, str(10**30)),
         ({"prompt": "a", "min_tokens": 10**30, "max_tokens": 10**30}, str(10**30)),
         ({"prompt": "a", "logprobs": 21}, "20"),
