@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +16,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engines import make_small_async_engine
-from tiny_model import make_tiny_model
+from tiny_model import CONFIG, make_tiny_model, random_weights
 
 from jpaged import LLM
 from jpaged.channel import Channel
 from jpaged.engine_client import EngineClient
 from jpaged.engine_process import EngineProcess
+from jpaged.errors import ContextLengthError
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.programs import Programs, Progress
 from jpaged.sampling_params import SamplingParams
@@ -227,6 +229,26 @@ def test_an_engine_that_ends_says_so_to_everybody_who_waits(model, programs_dir,
     for call in (engine.check_health, lambda: generate(engine, LONG)):
         with pytest.raises(RuntimeError, match=f"^{why}$"):
             call()
+    engine.shutdown()
+
+
+def test_a_pinned_prefix_takes_room_from_requests_and_one_that_fails_gives_it_back(tmp_path, programs_dir):
+    """Where no length was promised, the context is as long as there is room beside the prefixes."""
+    weights, poison = random_weights(), ord("q") - ord("!")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["model.embed_tokens.weight"][poison] = float("nan")
+    model = str(make_tiny_model(tmp_path, CONFIG | {"tie_word_embeddings": False}, weights))
+    (tmp_path / "good.txt").write_text("g" * 40)
+    (tmp_path / "bad.txt").write_text("q" * 40)
+    pins = [str(tmp_path / name) for name in ("good.txt", "bad.txt")]
+    engine = make_small_async_engine(model, compilation_cache_dir=programs_dir, pin_prefix=pins, **OPTIONS)
+    assert engine.tokenizer.encode("q") == [poison]
+    wait_until(lambda: engine.max_model_len == 16 * (16 - 3), seconds=120)  # for 16 * (16 - 6), after a program is there
+    fits = SamplingParams(max_tokens=13 * 16 - len(PROMPT), ignore_eos=True, logit_bias={poison: -100})
+    assert len(generate(engine, fits)[0].outputs[0].token_ids) == fits.max_tokens
+    with pytest.raises(ContextLengthError, match=r"is 208 tokens\. .* The KV pool has room for 208 tokens\.$"):
+        generate(engine, replace(fits, max_tokens=fits.max_tokens + 1))
+    assert len(generate(engine, replace(fits, max_tokens=None))[0].outputs[0].token_ids) == fits.max_tokens
     engine.shutdown()
 
 
