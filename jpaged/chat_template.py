@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,10 +43,6 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The environment that transformers' apply_chat_template documents."""
@@ -53,7 +50,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals["raise_exception"] = _raise_exception
     return environment
 
 
@@ -75,13 +72,14 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """The prompt text for a conversation, special tokens included: encode it without adding them again.
 
-        continue_final_message ends the prompt inside the last message, which the model then goes on with.
+        continue_final_message ends the prompt inside the last message, which the model then goes on with: after what
+        the template shows of its text. add_generation_prompt left out is true but where a message is continued.
         Raises ValueError, one line, for messages that are not [{"role": ...}, ...] and for what the template refuses.
         """
         if isinstance(messages, (str, Mapping)) or not messages:
@@ -89,22 +87,54 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(f"messages[{index}] must be an object with a role, got {message!r}")
+        if not isinstance(continue_final_message, bool):  # transformers takes a field's name, too
+            raise ValueError(f"continue_final_message must be true or false, got {continue_final_message!r}")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt cannot both be true")
-        variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
-        variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        now = datetime.datetime.now()  # one time for all renderings of a call
+        variables = {"tools": None, "documents": None, "strftime_now": now.strftime, **self._special_tokens, **kwargs}
+        variables |= {"add_generation_prompt": add_generation_prompt}
+        render = self._render_final_message if continue_final_message else self._render
+        return render(list(messages), variables)
+
+    def _render(self, messages: list[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
-            text = self._template.render(variables)
+            return self._template.render({**variables, "messages": messages})
         except _TEMPLATE_FAILURES as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the chat template refused the messages: {reason}") from error
-        return self._cut_after(text, messages[-1].get("content")) if continue_final_message else text
 
-    @staticmethod
-    def _cut_after(text: str, content: Any) -> str:
-        if not isinstance(content, str) or not content.strip():
-            raise ValueError(f"continue_final_message needs text in the last message, got {content!r}")
-        for final in (content, content.strip()):  # many templates trim
-            if (at := text.rfind(final)) >= 0:
-                return text[: at + len(final)]
-        raise ValueError("continue_final_message: the chat template does not show the last message as it is")
+    def _render_final_message(self, messages: list[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """Cut at a mark that was put at the end of the text. The text itself may stand elsewhere in the rendering."""
+        mark = f"{secrets.randbelow(10**40):040}"  # digits survive what filters do to text
+        text, marked = _with_mark(messages[-1], mark)
+        head, found, tail = self._render([*messages[:-1], marked], variables).rpartition(mark)
+        if not found:
+            raise ValueError("continue_final_message: the chat template does not show the last message as it is")
+        head = head.replace(mark, "")  # of a template that shows it several times
+        if text == text.rstrip():
+            return head
+        # before the mark blanks are safe; what the template takes away of them shows where there is no mark
+        try:
+            plain = self._render(messages, variables)
+        except ValueError:  # of a template that refuses a blank message
+            return head
+        trimmed = plain.removesuffix(tail)
+        is_all_but_blanks = plain.endswith(tail) and "".join(trimmed.split()) == "".join(head.split())
+        return trimmed if is_all_but_blanks else head
+
+
+def _with_mark(message: Mapping[str, Any], mark: str) -> tuple[str, dict[str, Any]]:
+    """The text that a message ends in, and the message with the mark after it. Of content in parts, the last text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content, {**message, "content": content + mark}
+    parts = list(content) if isinstance(content, (list, tuple)) else []
+    for index, part in reversed(list(enumerate(parts))):
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            parts[index] = {**part, "text": text + mark} if isinstance(part, Mapping) else text + mark
+            return text, {**message, "content": parts}
+    raise ValueError(f"continue_final_message needs text in the last message, got {content!r:.100}")

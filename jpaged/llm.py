@@ -51,14 +51,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **template_args: Any,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or a list of them, each a list of {"role", "content"}."""
+        """As `generate`, for one conversation or a list of them, each a list of {"role", "content"}.
+
+        continue_final_message has the model go on with each last message; see ChatTemplate.render.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
         texts = [
-            tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, **template_args)
+            tokenizer.apply_chat_template(
+                conversation, add_generation_prompt, continue_final_message, **template_args
+            )
             for conversation in conversations
         ]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]

@@ -52,17 +52,3 @@ def test_template_that_fails_is_one_line(source, reason):
 def test_messages_of_another_form_are_refused(messages):
     with pytest.raises(ValueError, match="messages"):
         render("x", messages)
-
-
-def test_final_message_can_be_continued():
-    source = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
-    source += "{% if add_generation_prompt %}[a]{% endif %}"
-    messages = [*USER, {"role": "assistant", "content": "The answer is "}]
-    options = {"add_generation_prompt": False, "continue_final_message": True}
-    assert render(source, messages, **options) == "[user]hi[end][assistant]The answer is"
-    with pytest.raises(ValueError, match="cannot both be true"):
-        render(source, messages, continue_final_message=True)
-    with pytest.raises(ValueError, match="does not show the last message"):
-        render("x", messages, **options)
-    with pytest.raises(ValueError, match="needs text in the last message, got None"):
-        render(source, [{"role": "user", "content": None}], **options)

@@ -33,7 +33,9 @@ async def chat_prompt(engine: "jpaged.AsyncLLM", body: ChatFields, add_special_t
     with caller_errors("messages"):
         text = await _aside(
             sum(len(message["content"]) for message in messages),
-            lambda: engine.tokenizer.apply_chat_template(messages, body.add_generation_prompt is not False, **kwargs),
+            lambda: engine.tokenizer.apply_chat_template(
+                messages, body.add_generation_prompt, bool(body.continue_final_message), **kwargs
+            ),
         )
     return await encode(engine, text, bool(add_special_tokens), "messages")
 
