@@ -61,7 +61,8 @@ QWEN_3 = """{%- for message in messages %}
         {%- set reasoning_content = '' %}
         {%- if '</think>' in message.content %}
             {%- set content = message.content.split('</think>')[-1].lstrip('\n') %}
-            {%- set reasoning_content = message.content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set reasoning_content = message.content.split('</think>')[0].rstrip('\n') %}
+            {%- set reasoning_content = reasoning_content.split('<think>')[-1].lstrip('\n') %}
         {%- endif %}
         {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' }}
         {{- content.lstrip('\n') }}
@@ -90,7 +91,9 @@ CASES = {
     ),
     "line breaks at the end": Case("{{ messages[-1].content.rstrip('\n') }}\n\n!", "", lambda text: text.rstrip("\n")),
     "shown twice": Case("{{ messages[-1].content }}|{{ messages[-1].content }}|", "{0}|"),
-    "shown twice and trimmed": Case("{{ messages[-1].content|trim }}|{{ messages[-1].content|trim }}", "{1}|", str.strip),
+    "shown twice and trimmed": Case(
+        "{{ messages[-1].content | trim }}|{{ messages[-1].content | trim }}", "{1}|", str.strip
+    ),
 }
 FRAGMENTS = "<| im end <|im_end|> \n \t assistant user < > </ s /INST [ Some text".split(" ") + [" ", "  ", "\n", "x"]
 CONTENTS = st.one_of(st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join), st.text(max_size=8))
