@@ -16,7 +16,7 @@ from jpaged.engine_client import SHUT_DOWN, EngineClient
 from jpaged.errors import QueueFullError
 from jpaged.levels import Levels
 from jpaged.metrics import EngineMetrics
-from jpaged.model_files import ModelFiles
+from jpaged.model_files import ModelFiles, warn_of_chat_template
 from jpaged.output_processor import OutputProcessor, RequestOutputBuilder
 from jpaged.outputs import OutputDelta, RequestOutput, TokenDelta
 from jpaged.programs import Progress
@@ -65,6 +65,7 @@ class AsyncLLM:
         self._engine = EngineClient(lambda name, arguments: self._hears[name](*arguments), self._die)
         try:
             _, self.tokenizer, self.generation_defaults = ModelFiles.open(config)
+            warn_of_chat_template(self.tokenizer)
             facts, cache_config = self._engine.load(config)
         except BaseException:
             self._engine.close()

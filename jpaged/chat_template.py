@@ -4,6 +4,8 @@ import datetime
 import functools
 import json
 import secrets
+import textwrap
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,8 @@ _TEMPLATE_FAILURES = (
     RecursionError,
     MemoryError,
 )
+_TEMPLATE_FILE = "<template>"  # as tracebacks call a template that was compiled from a text
+_MAX_REASON = 200  # characters
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -34,8 +38,12 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class TemplateRefusal(jinja2.TemplateError):
+    """What the template itself says of the messages."""
+
+
 def _raise_exception(message: str):
-    raise jinja2.TemplateError(message)
+    raise TemplateRefusal(message)
 
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
@@ -57,16 +65,28 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """A template and the special tokens ("bos_token": "<s>", ...) that it may refer to.
 
-    Compiled on first use, so that a model with a broken template still serves completions.
+    Compiled on first use, so that a model with a broken template still serves completions: `fault` says whether it is.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self.source = source
         self._special_tokens = dict(special_tokens)
 
+    @property
+    def fault(self) -> str | None:
+        """"broken at line 3: ...", one line; None for a template that compiles."""
+        return self._compiled[1]
+
     @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        return _environment().from_string(self.source)
+    def _compiled(self) -> tuple[jinja2.Template | None, str | None]:
+        if not isinstance(self.source, str):
+            return None, f"broken: it is no text but {type(self.source).__name__}"
+        try:
+            return _environment().from_string(self.source), None
+        except jinja2.TemplateSyntaxError as error:
+            return None, f"broken at line {error.lineno}: {_in_one_line(error.message)}"
+        except (*_TEMPLATE_FAILURES, SyntaxError) as error:  # the last: of the Python that it was made into
+            return None, f"broken: {_in_one_line(error)}"
 
     def render(
         self,
@@ -100,11 +120,16 @@ class ChatTemplate:
         return render(list(messages), variables)
 
     def _render(self, messages: list[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        template, fault = self._compiled
+        if template is None:
+            raise ValueError(f"the chat template is {fault}")
         try:
-            return self._template.render({**variables, "messages": messages})
+            return template.render({**variables, "messages": messages})
+        except TemplateRefusal as error:
+            raise ValueError(f"the chat template refused the messages: {_in_one_line(error)}") from error
         except _TEMPLATE_FAILURES as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"the chat template refused the messages: {reason}") from error
+            where = _where(error)
+            raise ValueError(f"the chat template failed on the messages{where}: {_in_one_line(error)}") from error
 
     def _render_final_message(self, messages: list[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Cut at a mark that was put at the end of the text. The text itself may stand elsewhere in the rendering."""
@@ -124,6 +149,18 @@ class ChatTemplate:
         trimmed = plain.removesuffix(tail)
         is_all_but_blanks = plain.endswith(tail) and "".join(trimmed.split()) == "".join(head.split())
         return trimmed if is_all_but_blanks else head
+
+
+def _in_one_line(reason: Exception | str | None) -> str:
+    said = " ".join(str(reason or "").split())
+    return textwrap.shorten(said, _MAX_REASON, placeholder=" ...") or type(reason).__name__
+
+
+def _where(error: Exception) -> str:
+    """The line of the template at which it failed, where Jinja knows."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == _TEMPLATE_FILE]
+    return f" at line {lines[-1]}" if lines else ""
 
 
 def _with_mark(message: Mapping[str, Any], mark: str) -> tuple[str, dict[str, Any]]:

@@ -64,6 +64,7 @@ class LLM:
         message; see ChatTemplate.render.
         """
         tokenizer, texts = self.get_tokenizer(), []
+        tokenizer.check_chat_template()
         for number, conversation in enumerate(read_conversations(messages)):
             try:
                 text = tokenizer.apply_chat_template(

@@ -29,6 +29,9 @@ class ByteTokenizer:
     def id_to_token(self, token_id):
         return chr(token_id)
 
+    def check_chat_template(self):
+        pass
+
     def apply_chat_template(self, messages, add_generation_prompt=None, continue_final_message=False, **kwargs):
         if kwargs.get("refuse"):
             raise ValueError("the chat template refused the messages: as it was told to")
