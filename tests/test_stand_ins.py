@@ -18,7 +18,10 @@ POINTER = (
 PAGE = b"\n<!DOCTYPE html>\n<html><head>\n<title>404 -\n Not Found</title></head><body>" + b"x" * 5000
 DENIED = b'\xef\xbb\xbf<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>'
 STAND_INS = {
-    "pointer": (POINTER, "a Git LFS pointer to a file of 269 MB, not the file itself: run `git lfs pull` in its folder"),
+    "pointer": (
+        POINTER,
+        "a Git LFS pointer to a file of 269 MB, not the file itself: run `git lfs pull` in its folder",
+    ),
     "page": (PAGE, "a web page ('404 - Not Found'), not the file itself: what was downloaded is a server's answer"),
     "plain page": (b"<HTML>", "a web page, not the file itself: what was downloaded is a server's answer"),
     "denied": (DENIED, "a web page ('Access Denied'), not the file itself: what was downloaded is a server's answer"),
@@ -94,9 +97,9 @@ def test_a_shard_a_gguf_file_an_old_tokenizer_and_a_template_of_the_users_are_lo
 
 
 def test_a_servers_plain_words_are_no_weights(folder):
-    (folder / "model.safetensors").write_bytes(b'{"error":"Repository not found"}\n')
+    (folder / "model.safetensors").write_bytes(b"Repository not\nfound\n")
     said = refusal(model=str(folder))
-    assert said == f"{folder / 'model.safetensors'}: text, not weights: it begins with '{{\"error\":\"Repository not found\"}}'"
+    assert said == f"{folder / 'model.safetensors'}: text, not weights: it begins with 'Repository not found'"
 
 
 def test_text_that_is_not_utf_8_is_named(folder):

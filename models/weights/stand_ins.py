@@ -20,7 +20,9 @@ def refuse_stand_in(path: Path, *, is_binary: bool = False) -> None:
     if head.startswith(_LFS):
         size = re.search(rb"^size (\d+)$", head, re.MULTILINE)
         of_what = f"a file of {_in_words(int(size[1]))}" if size else "a file"
-        raise ValueError(f"{path}: a Git LFS pointer to {of_what}, not the file itself: run `git lfs pull` in its folder")
+        raise ValueError(
+            f"{path}: a Git LFS pointer to {of_what}, not the file itself: run `git lfs pull` in its folder"
+        )
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith(_PAGES):
         title = re.search(rb"<title[^>]*>(.*?)</title>|<message>(.*?)</message>", head, re.DOTALL | re.IGNORECASE)
         said = f" ({_one_line(title[1] or title[2] or b'')!r})" if title else ""
