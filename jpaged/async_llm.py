@@ -16,10 +16,11 @@ from jpaged.engine_client import SHUT_DOWN, EngineClient
 from jpaged.errors import QueueFullError
 from jpaged.levels import Levels
 from jpaged.metrics import EngineMetrics
-from jpaged.model_files import ModelFiles
+from jpaged.model_files import ModelFiles, warn_of_chat_template
 from jpaged.output_processor import OutputProcessor, RequestOutputBuilder
 from jpaged.outputs import OutputDelta, RequestOutput, TokenDelta
 from jpaged.programs import Progress
+from jpaged.prompts import read_prompt
 from jpaged.request_check import RequestCheck
 from jpaged.request_stream import RequestStream, call_on, read_all
 from jpaged.sampling_params import SamplingParams
@@ -65,6 +66,7 @@ class AsyncLLM:
         self._engine = EngineClient(lambda name, arguments: self._hears[name](*arguments), self._die)
         try:
             _, self.tokenizer, self.generation_defaults = ModelFiles.open(config)
+            warn_of_chat_template(self.tokenizer)
             facts, cache_config = self._engine.load(config)
         except BaseException:
             self._engine.close()
@@ -123,12 +125,10 @@ class AsyncLLM:
         finally:
             del self._engine_ids[request_id], self._streams[engine_id]
 
-    async def generate(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str
-    ) -> AsyncIterator[RequestOutput]:
-        """As `stream`, but each item is the whole output so far (one object that grows)."""
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+        """As `stream`, but of a prompt in any form that LLM.generate takes, and each item is the whole output so far
+        (one object that grows)."""
+        text, ids = read_prompt(prompt, self.tokenizer.encode)
         builder = RequestOutputBuilder(request_id, text, ids, params.n)
         async for delta in self.stream(ids, params, request_id):
             yield builder.add(delta)

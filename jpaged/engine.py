@@ -5,6 +5,7 @@ from jpaged.config import EngineConfig
 from jpaged.engine_core import EngineCore
 from jpaged.levels import Levels
 from jpaged.metrics import EngineMetrics
+from jpaged.model_files import warn_of_chat_template
 from jpaged.output_processor import OutputProcessor
 from jpaged.outputs import OutputDelta, RequestMetrics, TokenDelta
 from jpaged.sampling_params import SamplingParams
@@ -16,6 +17,7 @@ class LLMEngine(EngineCore):
     def __init__(self, config: EngineConfig):
         self._readers: dict[str, OutputProcessor] = {}
         super().__init__(config, EngineMetrics.of(config))
+        warn_of_chat_template(self.tokenizer)
 
     def add_request(
         self,

@@ -1,19 +1,21 @@
 """LLM: the offline door. Prompts in, finished outputs back, in order."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from jpaged.config import DEFAULT_MODEL, EngineConfig
+from jpaged.conversations import read_conversations
 from jpaged.engine import LLMEngine
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import RequestOutput
+from jpaged.prompts import read_prompt, read_prompts, shown
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+SamplingParamsOfPrompts = SamplingParams | Iterable[SamplingParams | None] | None
 
 
 class LLM:
@@ -29,44 +31,54 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Any,
+        sampling_params: SamplingParamsOfPrompts = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in input order. A prompt is text, token ids, or {"prompt_token_ids": ids}.
+        """One RequestOutput a prompt, in input order: for one prompt, or for each of a list, an array or any iterable.
 
-        sampling_params is one for all or one each; left out, it is the model's own defaults. Raises ValueError, before
-        anything runs, for a request that cannot be served. One that fails later has finish_reason "error" and an error;
-        the others go on.
+        A prompt is text, token ids (a list or an array), {"prompt": text} or {"prompt_token_ids": ids}; where an object
+        has both, the ids count. sampling_params is one for all or one each; left out, it is the model's own defaults.
+        Raises ValueError, before anything runs, for a request that cannot be served. One that fails later has
+        finish_reason "error" and an error; the others go on.
         """
-        prompts = self._as_list(prompts)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        ids = [self._token_ids(prompt) for prompt in prompts]
-        return self._run(texts, ids, sampling_params, use_tqdm)
+        found = read_prompts(prompts, self.engine.tokenizer.encode)
+        return self._run(
+            [prompt.text for prompt in found], [prompt.token_ids for prompt in found], sampling_params, use_tqdm
+        )
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Any,
+        sampling_params: SamplingParamsOfPrompts = None,
         *,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **template_args: Any,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or a list of them, each a list of {"role", "content"}."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        tokenizer = self.get_tokenizer()
-        texts = [
-            tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, **template_args)
-            for conversation in conversations
-        ]
+        """As `generate`, for one conversation or a list of them, each a list of {"role", "content"}.
+
+        A message may also be an object of OpenAI's client. continue_final_message has the model go on with each last
+        message; see ChatTemplate.render.
+        """
+        tokenizer, texts = self.get_tokenizer(), []
+        tokenizer.check_chat_template()
+        for number, conversation in enumerate(read_conversations(messages)):
+            try:
+                text = tokenizer.apply_chat_template(
+                    conversation, add_generation_prompt, continue_final_message, **template_args
+                )
+            except ValueError as error:
+                raise ValueError(f"conversation {number}: {error}") from error
+            texts.append(text)
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._run(texts, ids, sampling_params, use_tqdm)
 
     def beam_search(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Any,
         beam_width: int,
         max_tokens: int,
         length_penalty: float = 1.0,
@@ -90,12 +102,12 @@ class LLM:
         )
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
-    def pin_prefix(self, prompt: Prompt) -> None:
-        """Computes a prefix, which then stays in the KV pool.
+    def pin_prefix(self, prompt: Any) -> None:
+        """Computes a prefix, a prompt as `generate` takes it, which then stays in the KV pool.
 
         Raises ValueError where it would leave too little room; RuntimeError where the device fails.
         """
-        engine, token_ids = self.engine, self._token_ids(prompt)
+        engine, token_ids = self.engine, read_prompt(prompt, self.engine.tokenizer.encode).token_ids
         engine.pin_prefix(token_ids)
         while engine.pins.computing:
             engine.step()
@@ -129,23 +141,21 @@ class LLM:
         self.engine.close()
         del self.engine
 
-    @staticmethod
-    def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        is_one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        return [prompts] if is_one else list(prompts)
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.engine.tokenizer.encode(prompt)
-        return list(prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt)
+    def _params_of_each(self, num_prompts: int, sampling_params: SamplingParamsOfPrompts) -> list[SamplingParams]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            return [sampling_params or self.default_sampling_params()] * num_prompts
+        if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
+            raise ValueError(f"sampling_params must be SamplingParams, or one each, got {shown(sampling_params)}")
+        params = [self.default_sampling_params() if one is None else one for one in sampling_params]
+        for number, one in enumerate(params):
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"sampling_params[{number}] must be SamplingParams, got {shown(one)}")
+        if len(params) != num_prompts:
+            raise ValueError(f"{num_prompts} prompts but {len(params)} sampling_params")
+        return params
 
     def _run(self, texts, ids, sampling_params, use_tqdm: bool) -> list[RequestOutput]:
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or self.default_sampling_params()] * len(ids)
-        else:
-            params = list(sampling_params)
-        if len(params) != len(ids):
-            raise ValueError(f"{len(ids)} prompts but {len(params)} sampling_params")
+        params = self._params_of_each(len(ids), sampling_params)
         for number, (prompt_ids, one) in enumerate(zip(ids, params)):
             try:
                 self.engine.validate(prompt_ids, one)

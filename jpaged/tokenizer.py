@@ -10,9 +10,10 @@ from jpaged.chat_template import ChatTemplate
 from jpaged.detokenizer import Detokenizer
 from jpaged.gguf_tokenizer import build_gguf_tokenizer
 from jpaged.token_bytes import TokenBytes
-from models.weights import Checkpoint, read_json
+from models.weights import Checkpoint, read_json, read_text, refuse_stand_in
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
+_SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
 
 
 class Tokenizer:
@@ -24,13 +25,17 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         chat_template: str | None = None,
         extra_eos_token_ids: Iterable[int] = (),
+        template_origin: str = "the chat template",
     ):
-        """special_tokens: {"bos_token": "<s>", "eos_token": ...}; names that the model lacks are left out."""
+        """special_tokens: {"bos_token": "<s>", "eos_token": ...}; names that the model lacks are left out.
+        template_origin: where the chat template comes from, for what is said of it.
+        """
         backend.no_truncation()  # tokenizer.json may carry a training run's limits
         backend.no_padding()
         self._backend = backend
         self._token_bytes = TokenBytes(backend)
         self._chat_template = ChatTemplate(chat_template, special_tokens) if chat_template else None
+        self._template_origin = template_origin
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._special_id(special_tokens, "bos_token")
         eos_token_id = self._special_id(special_tokens, "eos_token")
@@ -66,7 +71,8 @@ class Tokenizer:
         ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
         special_tokens = {f"{name}_token": backend.id_to_token(i) for name, i in ids.items() if i is not None}
         special_tokens = {name: token for name, token in special_tokens.items() if token is not None}
-        return cls(backend, special_tokens, chat_template or metadata.get("tokenizer.chat_template"), eos_token_ids)
+        template = chat_template or metadata.get("tokenizer.chat_template")
+        return cls(backend, special_tokens, template, eos_token_ids, f"{source}: metadata tokenizer.chat_template")
 
     @classmethod
     def from_folder(
@@ -80,8 +86,8 @@ class Tokenizer:
             value = config.get(name)
             if token := value.get("content") if isinstance(value, dict) else value:
                 special_tokens[name] = token
-        template = chat_template or _folder_chat_template(folder, config)
-        return cls(_load_backend(folder), special_tokens, template, eos_token_ids)
+        template, origin = _folder_chat_template(folder, config)
+        return cls(_load_backend(folder), special_tokens, chat_template or template, eos_token_ids, str(origin))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Text of special tokens becomes those tokens. add_special_tokens puts BOS (and EOS) where the model
@@ -151,18 +157,33 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        """Whether there is one that compiles."""
+        return self._chat_template is not None and self._chat_template.fault is None
+
+    @property
+    def chat_template_fault(self) -> str | None:
+        """One line that says where the chat template is broken; None where it is not, or there is none."""
+        fault = self._chat_template and self._chat_template.fault
+        return fault and f"{self._template_origin}: the chat template is {fault}"
+
+    def check_chat_template(self) -> None:
+        """Raises ValueError where no chat can be rendered, whatever its messages."""
+        advice = "give one with --chat-template, or use completions"
+        if self._chat_template is None:
+            raise ValueError(f"this model has no chat template: {advice}")
+        if (fault := self._chat_template.fault) is not None:
+            raise ValueError(f"this model's chat template is {fault}; {advice}")
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt text for a conversation; see ChatTemplate.render. ValueError where the model has no template."""
-        if self._chat_template is None:
-            raise ValueError("this model has no chat template: give one with --chat-template, or use completions")
+        """The prompt text for a conversation; see ChatTemplate.render. ValueError where the model has no template that
+        compiles."""
+        self.check_chat_template()
         return self._chat_template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -175,6 +196,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return _convert_slow_tokenizer(folder)
+    refuse_stand_in(path)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more special than Exception
@@ -185,6 +207,9 @@ def _convert_slow_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """For folders that have only tokenizer.model or vocab.json and merges.txt."""
     from transformers import AutoTokenizer  # seconds to import, and only such a folder needs it
 
+    for path in (folder / name for name in _SLOW_FILES):
+        if path.is_file():
+            refuse_stand_in(path)
     try:
         return AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True).backend_tokenizer
     except (OSError, ValueError, ImportError, AttributeError, KeyError) as error:
@@ -194,11 +219,13 @@ def _convert_slow_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         ) from error
 
 
-def _folder_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _folder_chat_template(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Path]:
+    """The template, None where there is none, and the file that it is to come from."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path), path
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        entries = [entry for entry in template if isinstance(entry, Mapping)]
+        template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+    return template, folder / "tokenizer_config.json"

@@ -15,7 +15,7 @@ import jax
 from tqdm import tqdm
 
 from jpaged import LLM
-from jpaged.bench.client import CompletionClient, first_model, wait_until_ready
+from jpaged.bench.client import CompletionClient, served_model, wait_until_ready
 from jpaged.bench.http import HttpClient
 from jpaged.bench.load import send_all
 from jpaged.bench.options import add_json_option, int_from
@@ -34,7 +34,8 @@ async def stream(url: str, requests: list[BenchRequest]) -> float:
     """Output tokens/s of the requests sent at once. Raises RuntimeError where one fails."""
     http = HttpClient(url, {})
     await wait_until_ready(http, READY_SECONDS, lambda text: None)
-    fields = {"model": await first_model(http), "temperature": 0, "ignore_eos": True, "stream": True}
+    model, _ = await served_model(http, None)
+    fields = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}
     client = CompletionClient(http, "/v1/completions", fields, READY_SECONDS)
     outcomes, seconds = await send_all(client, requests, [0.0] * len(requests))
     if error := next((outcome.error for outcome in outcomes if outcome.error), None):

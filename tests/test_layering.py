@@ -16,7 +16,7 @@ ENGINE = ("jpaged", "models", "pallas_kernels")
 HOST_HALF = [
     "jpaged", "jpaged.cache_spec", "jpaged.config", "jpaged.sampling_params", "jpaged.sequence", "jpaged.block_pool",
     "jpaged.block_table", "jpaged.prefix_cache", "jpaged.kv_cache_manager", "jpaged.scheduler", "jpaged.scheduler_output",
-    "jpaged.channel", "jpaged.engine_client", "jpaged.step_metrics",
+    "jpaged.prompts", "jpaged.conversations", "jpaged.channel", "jpaged.engine_client", "jpaged.step_metrics",
     "jpaged.sequence_group", "jpaged.sequence_queues", "jpaged.beam_search", "jpaged.serve.protocol", "jpaged.metrics",
     "jpaged.histogram",
     "jpaged.buckets", "jpaged.outputs", "jpaged.errors", "jpaged.detokenizer", "jpaged.rows", "jpaged.admission",

@@ -176,6 +176,32 @@ def test_hugging_face_folder_gives_the_same_tokenizer(folder):
     assert Tokenizer.from_folder(folder, chat_template="mine").apply_chat_template(messages) == "mine"
 
 
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
+def test_broken_chat_template_is_told_with_its_file_and_line_and_the_rest_works(folder, where):
+    broken = "{{ bos_token }}\n{% if %}"
+    if where == "chat_template.jinja":
+        (folder / where).write_text(broken)
+    else:
+        (folder / where).write_text(json.dumps({"chat_template": broken}))
+    tokenizer = Tokenizer.from_folder(folder)
+    assert not tokenizer.has_chat_template and tokenizer.encode("hi") == smollm2().encode("hi")
+    said = f"{folder / where}: the chat template is broken at line 2: Expected an expression"
+    assert tokenizer.chat_template_fault.startswith(said)
+    said = "^this model's chat template is broken at line 2: .*; give one with --chat-template, or use completions$"
+    with pytest.raises(ValueError, match=said):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert smollm2().chat_template_fault is None and smollm2().has_chat_template
+
+
+@pytest.mark.parametrize("templates", [[{"name": "tools"}], ["x"], [], None, [{"name": "default"}]])
+def test_folder_without_a_default_template_has_none(folder, templates):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    tokenizer = Tokenizer.from_folder(folder)
+    assert not tokenizer.has_chat_template and tokenizer.chat_template_fault is None
+    with pytest.raises(ValueError, match="^this model has no chat template: give one with --chat-template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
 def test_truncation_and_padding_in_tokenizer_json_are_ignored(folder):
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}

@@ -1,8 +1,9 @@
-"""CompletionClient: streams completions from an OpenAI-compatible server and notes when their tokens come."""
+"""CompletionClient and ChatClient: stream answers of an OpenAI-compatible server and note when their tokens come."""
 
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from jpaged.bench.http import HttpClient, ProtocolError, error_message
 from jpaged.bench.outcomes import Outcome
@@ -15,6 +16,8 @@ DONE = b"[DONE]"
 class CompletionClient:
     """fields: what every request's body has beside the prompt and its length; None leaves a field out."""
 
+    WHAT = "token"
+
     def __init__(self, http: HttpClient, endpoint: str, fields: Mapping[str, object], timeout: float):
         self._http = http
         self._endpoint = endpoint
@@ -23,8 +26,16 @@ class CompletionClient:
 
     def body(self, request: BenchRequest) -> bytes:
         """Made before the clock runs: encoding a long prompt takes a while."""
-        fields = {"prompt": request.prompt, "max_tokens": request.output_len} | self._fields
+        fields = self.prompt_fields(request) | self._fields
         return json.dumps(fields, separators=(",", ":")).encode()
+
+    def prompt_fields(self, request: BenchRequest) -> dict[str, Any]:
+        return {"prompt": request.prompt, "max_tokens": request.output_len}
+
+    def num_tokens(self, choice: Mapping[str, Any]) -> int:
+        """How many came with a chunk's choice. A server that gives no ids sends a chunk a token, if it holds text."""
+        token_ids = choice.get("token_ids")
+        return len(token_ids) if token_ids is not None else 1 if choice.get("text") else 0
 
     async def complete(self, body: bytes, outcome: Outcome, clock: Callable[[], float]) -> None:
         """Sends a body and fills in what came of it. A request that fails is an outcome, no exception."""
@@ -54,16 +65,31 @@ class CompletionClient:
                 if "error" in answer:
                     raise ProtocolError(error_message(answer))
                 num_counted = (answer.get("usage") or {}).get("completion_tokens", num_counted)
-                for choice in answer.get("choices", ()):
-                    token_ids = choice.get("token_ids")
-                    if token_ids is None or token_ids:  # a server that gives no ids sends a chunk a token
+                for choice in answer.get("choices") or ():
+                    if num_tokens := self.num_tokens(choice):
                         outcome.token_times.append(now)
-                        outcome.num_output_tokens += 1 if token_ids is None else len(token_ids)
+                        outcome.num_output_tokens += num_tokens
+                    if choice.get("finish_reason") is not None:
+                        outcome.ended = now
         if not is_done:
             raise ProtocolError("the stream ended before [DONE]")
         if not outcome.token_times:
-            raise ProtocolError("no token came")
+            raise ProtocolError(f"no {self.WHAT} came")
         outcome.num_output_tokens = num_counted or outcome.num_output_tokens
+
+
+class ChatClient(CompletionClient):
+    """Chats of one message. Nothing counts as a token but text and reasoning: a delta with a role alone does not."""
+
+    WHAT = "text"
+
+    def prompt_fields(self, request: BenchRequest) -> dict[str, Any]:
+        messages = [{"role": "user", "content": request.text}]
+        return {"messages": messages, "max_completion_tokens": request.output_len}
+
+    def num_tokens(self, choice: Mapping[str, Any]) -> int:
+        delta = choice.get("delta") or {}
+        return 1 if any(delta.get(field) for field in ("content", "reasoning_content", "reasoning")) else 0
 
 
 class _DataLines:
@@ -101,10 +127,15 @@ async def wait_until_ready(http: HttpClient, timeout: float, tell: Callable[[str
         raise RuntimeError(f"the server is not ready after {timeout:g} s") from None
 
 
-async def first_model(http: HttpClient) -> str:
-    """The name of the model that the server lists first. Raises RuntimeError where it lists none."""
+async def served_model(http: HttpClient, name: str | None) -> tuple[str, str]:
+    """(name, where the server has it from) of a model, the first that the server lists where no name is given.
+
+    Where the server does not tell, it is taken to have it from its name. Raises RuntimeError where it lists none.
+    """
     status, answer = await http.get_json("/v1/models")
-    models = answer.get("data")
-    if status != 200 or not models:
+    models = answer.get("data") or []
+    if name is None and (status != 200 or not models):
         raise RuntimeError(f"{http.base_url}/v1/models names no model (HTTP {status}): give one with --model")
-    return models[0]["id"]
+    name = name or models[0]["id"]
+    root = next((model.get("root") for model in models if model.get("id") == name), None)
+    return name, root or name

@@ -1,6 +1,7 @@
 """The options that benchmarks have in common, and argparse types that say what is wrong with a number."""
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,17 @@ def list_of[T](parse: Callable[[str], T]) -> Callable[[str], list[T]]:
         return [parse(part.strip()) for part in text.split(",")]
 
     return parse_list
+
+
+def json_object(text: str) -> dict:
+    """An argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

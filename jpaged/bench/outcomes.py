@@ -8,13 +8,15 @@ class Outcome:
     """Times in seconds from the start of the run.
 
     scheduled: when the request was to be sent. sent: when it was. token_times: when each chunk with tokens came; one
-    chunk may bring several. error: why the request failed, in one line; None for one that was answered to its end.
+    chunk may bring several. ended: when the server said that the answer is at its end, which may be after the last
+    text; 0 where it did not. error: why the request failed, in one line; None for one that was answered to its end.
     """
 
     prompt_len: int
     scheduled: float
     sent: float = 0.0
     token_times: list[float] = field(default_factory=list)
+    ended: float = 0.0
     num_output_tokens: int = 0
     error: str | None = None
 
@@ -24,7 +26,7 @@ class Outcome:
 
     @property
     def e2e(self) -> float:
-        return self.token_times[-1] - self.sent
+        return max(self.token_times[-1], self.ended) - self.sent
 
     @property
     def itls(self) -> list[float]:

@@ -2,13 +2,13 @@
 
 python -m jpaged.bench serve --request-rate 4 --dataset-name sharegpt-like
 python -m jpaged.bench serve --base-url http://127.0.0.1:9000 --trace azure.csv.gz --time-scale 0.5
+python -m jpaged.bench serve --backend openai-chat --input-len 200 --output-len 100
 python -m jpaged.bench serve --start --request-rate 1,2,4,8 --plot latency.png -- --model SmolLM2-135M-Instruct
 """
 
 import argparse
 import asyncio
 import contextlib
-import json
 import math
 import os
 import resource
@@ -20,17 +20,19 @@ import numpy as np
 
 from jpaged.bench import plot
 from jpaged.bench.arrivals import draw_arrivals, replay
-from jpaged.bench.client import CompletionClient, first_model, wait_until_ready
+from jpaged.bench.client import ChatClient, CompletionClient, served_model, wait_until_ready
 from jpaged.bench.http import HttpClient
 from jpaged.bench.load import send_all
-from jpaged.bench.options import add_json_option, int_from, list_of, percent, positive, rate
+from jpaged.bench.messages import MessageWriter
+from jpaged.bench.options import add_json_option, int_from, json_object, list_of, percent, positive, rate
 from jpaged.bench.outcomes import Outcome
 from jpaged.bench.report import block, details, failures, goodput_limit, summarise
 from jpaged.bench.results import write_json
 from jpaged.bench.server_process import ServerProcess
-from jpaged.bench.workloads import Workload, add_workload_flags
+from jpaged.bench.workloads import BenchRequest, Workload, add_workload_flags
 
 SUMMARY = "against a running server: TTFT, TPOT, ITL, E2EL and throughput, at one rate or several"
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}  # by backend, with vLLM's names
 MAX_OPEN_FILES = 65536
 DEATH_SECONDS = 5  # from when a server no longer answers to its end
 
@@ -40,7 +42,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int_from(0), default=0, help="of lengths, tokens and arrivals")
     group = parser.add_argument_group("server")
     group.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    group.add_argument("--endpoint", default="/v1/completions", help="default: %(default)s")
+    group.add_argument(
+        "--backend",
+        choices=ENDPOINTS,
+        help="openai: completions of token ids; openai-chat: chats of one message (default: what --endpoint takes)",
+    )
+    group.add_argument("--endpoint", help="default: /v1/completions, or what --backend needs")
+    group.add_argument(
+        "--tokenizer",
+        help="for chats, whose messages are text of the workload's lengths, without what the chat template adds: a "
+        "folder, .gguf file, known name or hub id (default: the model's)",
+    )
     group.add_argument("--start", action="store_true", help="start one for this run; its flags follow after --")
     group.add_argument("--model", help="the name to ask for (default: the first that the server lists)")
     group.add_argument(
@@ -82,7 +94,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
     group.add_argument(
-        "--extra-body", type=_json_object, default={}, metavar="JSON", help="further fields; null leaves one out"
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="further fields; null leaves one out"
     )
     group = parser.add_argument_group("report")
     group.add_argument(
@@ -105,8 +117,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Status 1 where no request was answered. Raises ValueError, OSError or RuntimeError for what cannot work."""
-    if args.endpoint.endswith("/chat/completions"):
-        raise ValueError("prompts are token ids, which chat completions do not take: use --endpoint /v1/completions")
+    _choose_endpoint(args)
     if args.plot is not None:
         plot.check(args.request_rate or ())
     workload = Workload(args, args.seed)
@@ -127,23 +138,27 @@ async def _sweep(args: argparse.Namespace, workload: Workload, base_url: str) ->
     """The numbers of a run at each rate."""
     http = HttpClient(base_url, {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {})
     await wait_until_ready(http, args.ready_timeout, lambda text: print(text, file=sys.stderr, flush=True))
-    model = args.model or await first_model(http)
+    model, root = await served_model(http, args.model)
+    is_chat = args.backend == "openai-chat"
+    writer = MessageWriter.for_model([args.tokenizer] if args.tokenizer else [root, model]) if is_chat else None
     fields = {
         "model": model,
         "temperature": args.temperature,
         "ignore_eos": args.ignore_eos or None,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "return_token_ids": True,  # or a token that is no whole character yet would come with the next one
+        # or a token that is no whole character yet would come with the next one; a chat counts what can be read
+        "return_token_ids": None if is_chat else True,
         **args.extra_body,
     }
-    client = CompletionClient(http, args.endpoint, fields, args.request_timeout)
-    await _warm_up(client, workload, args)
+    client = (ChatClient if is_chat else CompletionClient)(http, args.endpoint, fields, args.request_timeout)
+    await _warm_up(client, _requests(workload, args, writer, args.num_warmups))
     print(f"{workload.description}; model {model} at {base_url}")
     results = []
     for request_rate in args.request_rate or [None]:
         arrivals = _arrivals(args, workload, request_rate)
-        outcomes, duration = await send_all(client, workload.requests(args.vocab_size), arrivals, args.max_concurrency)
+        requests = _requests(workload, args, writer)
+        outcomes, duration = await send_all(client, requests, arrivals, args.max_concurrency)
         result = summarise(outcomes, duration, args.metric_percentiles, dict(args.goodput))
         print(block(result, args.metric_percentiles, request_rate, args.max_concurrency), flush=True)
         if text := failures(outcomes):
@@ -152,9 +167,25 @@ async def _sweep(args: argparse.Namespace, workload: Workload, base_url: str) ->
     return results
 
 
-async def _warm_up(client: CompletionClient, workload: Workload, args: argparse.Namespace) -> None:
+def _choose_endpoint(args: argparse.Namespace) -> None:
+    """Raises ValueError where --backend and --endpoint are of different kinds."""
+    kind = "openai-chat" if args.endpoint and args.endpoint.endswith("/chat/completions") else "openai"
+    args.backend = args.backend or kind
+    args.endpoint = args.endpoint or ENDPOINTS[args.backend]
+    if args.endpoint.endswith("/chat/completions") != (args.backend == "openai-chat"):
+        raise ValueError(f"--backend {args.backend} is for {ENDPOINTS[args.backend]}, got --endpoint {args.endpoint}")
+
+
+def _requests(
+    workload: Workload, args: argparse.Namespace, writer: MessageWriter | None, limit: int | None = None
+) -> list[BenchRequest]:
+    if writer is None:
+        return workload.requests(args.vocab_size, limit)
+    return [writer.write(request) for request in workload.requests(writer.vocab_size, limit)]
+
+
+async def _warm_up(client: CompletionClient, requests: list[BenchRequest]) -> None:
     """Raises RuntimeError where a request fails: the whole run would. Their tokens are not those of the run."""
-    requests = workload.requests(args.vocab_size, args.num_warmups)
     if not requests:
         return
     outcomes, _ = await send_all(client, requests, [0.0] * len(requests))
@@ -178,7 +209,7 @@ def _described(
         request_rate = "trace" if workload.has_timestamps else math.inf
     return {
         "date": time.strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": "openai",
+        "endpoint_type": args.backend,
         "model_id": model,
         "num_prompts": len(workload.rows),
         "request_rate": "inf" if request_rate == math.inf else request_rate,
@@ -194,7 +225,8 @@ def _keep(args: argparse.Namespace, results: list[dict]) -> None:
     if args.save_result:
         first = results[0]
         rates = "-".join(_short(result["request_rate"]) for result in results)
-        path = args.result_dir / f"openai-{rates}qps-{Path(first['model_id']).name}-{first['date']}.json"
+        name = f"{first['endpoint_type']}-{rates}qps-{Path(first['model_id']).name}-{first['date']}.json"
+        path = args.result_dir / name
         write_json(path, kept)
         print(f"numbers in {path}")
     if args.plot is not None:
@@ -212,13 +244,3 @@ def allow_open_files() -> None:
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _json_object(text: str) -> dict:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
-    return value

@@ -16,11 +16,12 @@ NUM_PROMPTS = 100
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """timestamp: the trace's own, in seconds; None where there is none."""
+    """timestamp: the trace's own, in seconds; None where there is none. text: the prompt's, where that is sent."""
 
     prompt: list[int]
     output_len: int
     timestamp: float | None = None
+    text: str | None = None
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:

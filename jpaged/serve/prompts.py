@@ -30,10 +30,14 @@ async def chat_prompt(engine: "jpaged.AsyncLLM", body: ChatFields, add_special_t
     kwargs = body.chat_template_kwargs or {}
     if clash := RESERVED_TEMPLATE_KWARGS & kwargs.keys():
         raise bad_request(f"chat_template_kwargs must not hold {min(clash)!r}", "chat_template_kwargs")
+    with caller_errors():
+        engine.tokenizer.check_chat_template()  # the model's fault, and no field's
     with caller_errors("messages"):
         text = await _aside(
             sum(len(message["content"]) for message in messages),
-            lambda: engine.tokenizer.apply_chat_template(messages, body.add_generation_prompt is not False, **kwargs),
+            lambda: engine.tokenizer.apply_chat_template(
+                messages, body.add_generation_prompt, bool(body.continue_final_message), **kwargs
+            ),
         )
     return await encode(engine, text, bool(add_special_tokens), "messages")
 

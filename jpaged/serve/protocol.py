@@ -184,7 +184,15 @@ class ChatFields(Body):
 
     messages: list[Message]
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
+            )
 
     def messages_for_template(self) -> list[dict[str, str]]:
         if not self.messages:
@@ -232,6 +240,7 @@ class TokenizeBody(ChatFields):
     return_token_strs: bool | None = None
 
     def check(self) -> None:
+        super().check()
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
 

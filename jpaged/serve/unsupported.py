@@ -40,7 +40,6 @@ CHAT = SAMPLING | {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
@@ -56,7 +55,7 @@ MESSAGE = {
     "reasoning_content": ("",),
 }
 STREAM_OPTIONS = {"include_obfuscation": (False,)}
-TOKENIZE = {"continue_final_message": (False,), "tools": ([],), "chat_template": (), "mm_processor_kwargs": ({},)}
+TOKENIZE = {"tools": ([],), "chat_template": (), "mm_processor_kwargs": ({},)}
 """field -> the values beside null that ask for nothing."""
 
 

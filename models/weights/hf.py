@@ -1,5 +1,6 @@
 """HfCheckpoint: a Hugging Face folder (config.json and safetensors) as a Checkpoint."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ from safetensors import SafetensorError, safe_open
 from models.config import ModelConfig, RopeScaling
 from models.weights.checkpoint import GenerationDefaults, check_tensors
 from models.weights.json_file import read_json
+from models.weights.stand_ins import refuse_stand_in
 
 # Mistral and Ministral compute exactly what Llama does, but that layers may see a sliding window alone
 KNOWN_ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MinistralForCausalLM": "llama"}
 WITH_WINDOWS = ("MistralForCausalLM", "MinistralForCausalLM")
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class HfCheckpoint:
@@ -62,10 +65,11 @@ class HfCheckpoint:
             path = self.source / file_name
             if not path.is_file():
                 raise ValueError(f"{path}: no such file (weights are read from safetensors only)")
+            refuse_stand_in(path, is_binary=True)
             try:
                 file = safe_open(path, framework="numpy")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
+                raise ValueError(f"{path}: not a readable safetensors file: {_cut_short(path) or error}") from error
             files |= dict.fromkeys(file.keys(), file)
         if misplaced := [name for name in index if name not in files]:
             raise ValueError(
@@ -160,3 +164,20 @@ class HfCheckpoint:
             repetition_penalty=raw.get("repetition_penalty"),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
         )
+
+
+def _cut_short(path: Path) -> str | None:
+    """Says so of a safetensors file that ends before what its beginning promises."""
+    with path.open("rb") as file:
+        num_header = int.from_bytes(file.read(8), "little")
+        if num_header > MAX_HEADER_BYTES:
+            return None
+        header = file.read(num_header)
+    num_bytes, num_promised = path.stat().st_size, 8 + num_header
+    if len(header) == num_header:
+        try:
+            tensors = [value for name, value in json.loads(header).items() if name != "__metadata__"]
+            num_promised += max(tensor["data_offsets"][1] for tensor in tensors)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+    return f"cut short: {num_bytes} bytes of {num_promised}" if num_bytes < num_promised else None

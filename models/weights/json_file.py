@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from models.weights.stand_ins import read_text
+
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} where there is no such file; ValueError that names the file if it is damaged."""
+    """A JSON object from a file; {} where there is no such file; ValueError that names the file if it is damaged or a
+    stand-in."""
     if not path.is_file():
         return {}
+    text = read_text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):

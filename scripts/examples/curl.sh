@@ -13,7 +13,16 @@ curl -sSN "$url/v1/chat/completions" -H "$json" -d '{
   "temperature": 0, "max_tokens": 32, "stream": true, "stream_options": {"include_usage": true}
 }'
 
-printf '== two prompts completed at once, with log-probs\n'
+printf "== a last message that the model goes on with: the answer is what follows '<capital>'\\n"
+curl -sS "$url/v1/chat/completions" -H "$json" -d '{
+  "messages": [
+    {"role": "user", "content": "What is the capital of France? Answer in XML."},
+    {"role": "assistant", "content": "<capital>"}
+  ],
+  "continue_final_message": true, "temperature": 0, "max_tokens": 32
+}'
+
+printf '\n\n== two prompts completed at once, with log-probs\n'
 curl -sS "$url/v1/completions" -H "$json" -d '{
   "prompt": ["The capital of Italy is", "One, two, three,"],
   "temperature": 0, "max_tokens": 4, "logprobs": 2

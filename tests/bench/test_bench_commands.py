@@ -41,6 +41,24 @@ def test_serve_measures_a_running_server_at_every_rate(url, tmp_path, capsys):
         assert result["output_lens"] == [5] * 4 and all(len(itls) <= 4 for itls in result["itls"])
 
 
+@pytest.mark.parametrize("how", [["--backend", "openai-chat"], ["--endpoint", "/v1/chat/completions"]])
+def test_serve_measures_chats_of_the_lengths_asked_for(url, tmp_path, how):
+    flags = ["--base-url", url, "--json", str(tmp_path / "r.json"), "--save-detailed", "--save-result"]
+    assert main(["serve", *SHORT, *how, *flags, "--result-dir", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["endpoint_type"], result["completed"], result["failed"]) == ("openai-chat", 4, 0)
+    assert result["input_lens"] == [6] * 4 and result["output_lens"] == [5] * 4
+    assert all(0 < ttft <= result["duration"] for ttft in result["ttfts"])
+    (kept,) = tmp_path.glob("openai-chat-infqps-tiny-*.json")
+    assert json.loads(kept.read_text()) == result
+
+
+def test_chats_need_a_tokenizer_that_is_here(url, tmp_path, capsys):
+    flags = ["--base-url", url, "--backend", "openai-chat", "--tokenizer", str(tmp_path / "absent")]
+    assert main(["serve", *SHORT, *flags]) == 1
+    assert "error: chats need the model's tokenizer: give it with --tokenizer (model " in capsys.readouterr().err
+
+
 def test_serve_counts_and_shows_the_requests_that_fail(url, tmp_path, capsys):
     (tmp_path / "trace.csv").write_text("arrival_ms,input,output\n0,6,5\n10,600,5\n20,6,5\n")
     flags = ["--trace", str(tmp_path / "trace.csv"), "--base-url", url, "--vocab-size", "256"]
@@ -108,7 +126,8 @@ def test_a_warm_start_tells_its_first_token_and_compiles_nothing(engine_flags, t
         (["serve", "--trace", "/absent.csv"], "/absent.csv: No such file or directory"),
         (["serve", "--base-url", "here"], "looks like http"),
         (["serve", "--plot", "x.png", "--request-rate", "4"], "give several rates"),
-        (["serve", "--endpoint", "/v1/chat/completions"], "prompts are token ids"),
+        (["serve", "--backend", "openai", "--endpoint", "/v1/chat/completions"], "--backend openai is for /v1/comp"),
+        (["serve", "--backend", "openai-chat", "--endpoint", "/v1/completions"], "openai-chat is for /v1/chat/compl"),
         (["serve", "--", "--model", "x"], "serve --start"),
         (["latency", "--batch-size", "0"], "must be at least 1"),
         (["throughput", "--model", "/absent.gguf"], "/absent.gguf"),

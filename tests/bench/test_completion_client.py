@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jpaged.bench.client import CompletionClient
+from jpaged.bench.client import ChatClient, CompletionClient
 from jpaged.bench.http import HttpClient
 from jpaged.bench.load import send_all
 from jpaged.bench.workloads import BenchRequest
@@ -23,7 +23,14 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def run(answer: list[bytes | float], *, requests=(REQUEST,), arrivals=(0.0,), timeout=5.0, **load):
+def delta(finish_reason: str | None = None, **fields) -> bytes:
+    choice = {"index": 0, "delta": fields, "finish_reason": finish_reason}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def run(
+    answer: list[bytes | float], *, requests=(REQUEST,), arrivals=(0.0,), timeout=5.0, kind=CompletionClient, **load
+):
     """The outcomes of requests to a server that answers each with these bytes, pausing for a number's seconds."""
 
     async def respond(reader, writer):
@@ -42,7 +49,7 @@ def run(answer: list[bytes | float], *, requests=(REQUEST,), arrivals=(0.0,), ti
         async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             http = HttpClient(f"http://127.0.0.1:{port}/prefix/", {})
-            client = CompletionClient(http, "/v1/completions", {"stream": True, "seed": None}, timeout)
+            client = kind(http, "/v1/completions", {"stream": True, "seed": None}, timeout)
             return (await send_all(client, requests, arrivals, **load))[0]
 
     bodies = []
@@ -68,10 +75,44 @@ def test_events_may_be_cut_anywhere_and_end_in_any_line_break():
 
 
 def test_usage_overrules_the_count_and_a_server_without_ids_sends_a_chunk_a_token():
-    plain = b'data: {"choices": [{"text": ""}]}\n\n'
+    plain = b'data: {"choices": [{"text": "x"}]}\n\n'
     usage = b'data: {"choices": [], "usage": {"completion_tokens": 5}}\n\n'
     assert run(whole(plain, plain))[0][0].num_output_tokens == 2
     assert run(whole(plain, usage))[0][0].num_output_tokens == 5
+
+
+def test_a_chunk_without_ids_and_text_is_no_first_token():
+    empty, text = (b'data: {"choices": [{"text": "%s"}]}\n\n' % content for content in (b"", b"x"))
+    (outcome,), _ = run([HEAD, chunk(empty), 0.2, chunk(text), chunk(empty), chunk(END), b"0\r\n\r\n"])
+    assert 0.19 < outcome.ttft < 1 and outcome.num_output_tokens == 1
+
+
+CHAT = BenchRequest([1, 2, 3], 4, text="one two three")
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning_content", "reasoning"])
+def test_a_chats_first_token_is_its_first_text_or_reasoning_and_not_its_role(field):
+    opening = [delta(role="assistant", content=""), delta(content=None), delta(**{field: ""})]
+    parts = [HEAD, *map(chunk, opening), 0.3, chunk(delta(**{field: "a"})), 0.1, chunk(delta(content="b"))]
+    parts += [0.1, chunk(delta("stop")), 0.1, chunk(END), b"0\r\n\r\n"]
+    (outcome,), bodies = run(parts, requests=[CHAT], kind=ChatClient)
+    assert outcome.error is None and outcome.num_output_tokens == 2
+    assert 0.29 < outcome.ttft < 0.6 and len(outcome.itls) == 1 and 0.09 < outcome.itls[0] < 0.3
+    assert 0.19 < outcome.e2e - outcome.ttft < 0.5  # to the end of the answer, and not to that of the stream
+    messages = [{"role": "user", "content": "one two three"}]
+    assert bodies == [{"messages": messages, "max_completion_tokens": 4, "stream": True}]
+
+
+def test_usage_counts_a_chats_tokens_where_the_server_gives_it():
+    usage = b'data: {"choices": [], "usage": {"completion_tokens": 9}}\n\n'
+    events = [delta(role="assistant"), delta(content="a b"), delta("length"), usage]
+    assert run(whole(*events), requests=[CHAT], kind=ChatClient)[0][0].num_output_tokens == 9
+    assert run(whole(*events[:-1]), requests=[CHAT], kind=ChatClient)[0][0].num_output_tokens == 1
+
+
+def test_a_chat_without_any_text_has_failed():
+    (outcome,), _ = run(whole(delta(role="assistant", content=""), delta("stop")), requests=[CHAT], kind=ChatClient)
+    assert outcome.error == "no text came"
 
 
 @pytest.mark.parametrize(

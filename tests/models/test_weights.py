@@ -107,7 +107,7 @@ def test_gguf_with_damaged_bytes_is_refused_or_opens_but_never_crashes(tmp_path)
 
 
 def test_file_that_is_not_gguf_is_refused(tmp_path):
-    for content in (b"", b"GG", b"PK\x03\x04 a zip file", b"\x00" * 100):
+    for content in (b"GG", b"PK\x03\x04 a zip file", b"\x00" * 100):
         path = tmp_path / "other.gguf"
         path.write_bytes(content)
         assert_refused(path, "not a GGUF file")
@@ -235,9 +235,11 @@ def test_hf_folder_with_files_missing_or_damaged_is_refused(tmp_path):
     folder = write_hf(tmp_path / "tiny", random_tensors())
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
-    assert_refused(folder, "model.safetensors", "not a readable safetensors file")
-    weights.write_bytes(b"not safetensors at all")
+    for cut in (3, 8, 200, len(whole) - 100, len(whole) - 1):
+        weights.write_bytes(whole[:cut])
+        assert_refused(folder, "model.safetensors: not a readable safetensors file: cut short", f"{cut} bytes of")
+    assert_refused(folder, f"of {len(whole)}")
+    weights.write_bytes(b"\0\xff" * 100)
     assert_refused(folder, "not a readable safetensors file")
     weights.unlink()
     assert_refused(folder, "model.safetensors: no such file")

@@ -38,11 +38,16 @@ class ByteTokenizer:
     def id_to_token(self, token_id):
         return chr(token_id)
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, **kwargs):
+    def check_chat_template(self):
+        pass
+
+    def apply_chat_template(self, messages, add_generation_prompt=None, continue_final_message=False, **kwargs):
         if kwargs.get("refuse"):
             raise ValueError("the chat template refused the messages: as it was told to")
         text = "".join(f"<{m['role']}>{m['content']}\n" for m in messages)
-        return text + ("<assistant>" if add_generation_prompt else "")
+        if continue_final_message:
+            return text.removesuffix("\n")
+        return text if add_generation_prompt is False else text + "<assistant>"
 
 
 Script = Callable[[list[int]], AsyncIterator[OutputDelta]]

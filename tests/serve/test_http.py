@@ -211,6 +211,21 @@ def test_special_tokens_are_added_to_a_prompt_and_not_to_a_template(serve):
     assert bytes(params_of(serve, "/v1/chat/completions", body)[0][1:]) == b"<user>hi\n"
 
 
+def test_a_final_message_can_be_continued_and_then_nothing_prompts_for_another(serve):
+    messages = [*MESSAGES, {"role": "assistant", "content": "<"}]
+    body = {"messages": messages, "continue_final_message": True}
+    assert bytes(params_of(serve, "/v1/chat/completions", body)[0]) == b"<user>hi\n<assistant><"
+    client = serve(ScriptedEngine())
+    for more in ({}, {"add_generation_prompt": False}):
+        assert bytes(client.post("/tokenize", json=body | more).json()["tokens"]) == b"<user>hi\n<assistant><"
+    whole = client.post("/tokenize", json=body | {"continue_final_message": None}).json()["tokens"]
+    assert bytes(whole) == b"<user>hi\n<assistant><\n<assistant>"
+    for path in ("/tokenize", "/v1/chat/completions"):
+        answer = client.post(path, json=body | {"add_generation_prompt": True})
+        says = error_of(answer, 400, "BadRequestError", "continue_final_message")
+        assert says == "continue_final_message and add_generation_prompt cannot both be true"
+
+
 def test_extras_reach_the_engine(serve):
     extras = {"top_k": 5, "min_p": 0.1, "min_tokens": 2, "stop_token_ids": [3], "include_stop_str_in_output": True,
               "ignore_eos": True, "skip_special_tokens": False, "stop": ["x"], "seed": 7, "logprobs": 2}  # fmt: skip

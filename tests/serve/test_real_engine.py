@@ -61,6 +61,16 @@ def test_streamed_and_whole_answers_are_the_same_tokens_and_text(client):
         assert chunks[-1]["finish_reason"] == whole["finish_reason"] == "length"
 
 
+def test_the_answer_to_a_continued_message_is_what_follows_it(client):
+    prompt = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n<"
+    body = GREEDY | {"messages": [*MESSAGES, {"role": "assistant", "content": "<"}], "continue_final_message": True}
+    chat = client.post("/v1/chat/completions", json=body | {"max_tokens": 9}).json()
+    same = complete(client, prompt, max_tokens=9)
+    assert chat["choices"][0]["token_ids"] == same["choices"][0]["token_ids"]
+    assert chat["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
+    assert chat["choices"][0]["message"]["content"] == same["choices"][0]["text"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_choices_are_the_samples_of_each_prompt_whole_and_streamed(client, path):
     asks = {"/v1/completions": {"prompt": ["one", "three three"]}, "/v1/chat/completions": {"messages": MESSAGES}}

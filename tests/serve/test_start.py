@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -114,6 +115,33 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(tmp_path):
     first, error, *rest = stderr.splitlines()
     assert first.startswith("jpaged ") and error.startswith("error: ") and "NoSuchModel" in error
     assert rest == ["jpaged is stopping"]
+
+
+BROKEN = "{{ bos_token }}\n{% if %}"
+SAID = "the chat template is broken at line 2: Expected an expression, got 'end of statement block'"
+
+
+def test_a_broken_template_of_the_model_is_told_once_and_completions_work(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(BROKEN)
+    with Process(str(folder), *SMALL) as process:
+        process.wait_for("/ready", 200)
+        process.wait_until_printed("/v1/completions")  # the example, which is no chat
+        chat = httpx.post(f"{process.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+        assert chat.status_code == 400 and chat.json()["error"] == {
+            "message": f"this model's {SAID[4:]}; give one with --chat-template, or use completions",
+            "type": "BadRequestError", "param": None, "code": 400,
+        }  # fmt: skip
+        assert httpx.post(f"{process.url}/v1/completions", json={"prompt": "a"}, timeout=30).status_code == 200
+        (line,) = [line for line in process.printed().splitlines() if SAID in line]
+    assert f"WARNING {folder / 'chat_template.jinja'}: {SAID}. Chats are refused; completions work" in line
+
+
+def test_a_broken_template_of_the_users_own_is_one_line_and_status_1(tiny_model, tmp_path):
+    (tmp_path / "mine.jinja").write_text(BROKEN)
+    with Process(tiny_model, "--chat-template", str(tmp_path / "mine.jinja")) as process:
+        status, stderr = process.end()
+    assert status == 1 and f"error: {tmp_path / 'mine.jinja'}: {SAID}" in stderr.splitlines()
 
 
 def test_an_engine_that_dies_ends_the_server_with_status_1(capsys):
