@@ -13,18 +13,12 @@ from jpaged.serve.answers import ChatAnswer, CompletionAnswer
 from jpaged.serve.config import ServeConfig
 from jpaged.serve.errors import ApiError, bad_request
 from jpaged.serve.generation import Generation
+from jpaged.serve.json_body import Body
 from jpaged.serve.limits import ApiKeys, read_body
 from jpaged.serve.loading import EngineLoader
 from jpaged.serve.openapi import describe_bodies
 from jpaged.serve.prompts import chat_prompt, completion_prompts, encode
-from jpaged.serve.protocol import (
-    DEFAULT_COMPLETION_TOKENS,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-)
+from jpaged.serve.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from jpaged.serve.streaming import json_response
 
 PLAIN_METRICS = "text/plain; version=0.0.4; charset=utf-8"

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from jpaged.serve.protocol import Body
+from jpaged.serve.json_body import Body
 
 _REF = "#/components/schemas/{model}"
 

@@ -1,48 +1,19 @@
 """The bodies of requests: names and types. What a value may be, SamplingParams and the engine know."""
 
-import codecs
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from jpaged.sampling_params import SamplingParams
-from jpaged.serve.errors import bad_request, caller_errors, from_validation, shown
+from jpaged.serve.errors import bad_request, caller_errors, shown
+from jpaged.serve.json_body import Body, Whole, whole
 from jpaged.serve.messages import Message
 from jpaged.serve.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, TOKENIZE, refuse_unsupported
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for completions
 MAX_PROMPTS = 2048  # in one completion request
 MAX_TOP_LOGPROBS_OF_CHAT = 20
-
-
-def _whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-"""An integer. JSON has one kind of number: 2.0 is 2."""
-
-
-class Body(BaseModel):
-    """A JSON object of known fields; null means left out."""
-
-    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
-    neutral: ClassVar[Mapping[str, tuple]] = {}
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises a 400 in one line: malformed JSON, invalid UTF-8, a wrong type, an unknown or unsupported field."""
-        try:
-            parsed = cls.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
-        except ValidationError as error:
-            raise from_validation(error) from None
-        refuse_unsupported(parsed.model_extra, cls.neutral)
-        parsed.check()
-        return parsed
-
-    def check(self) -> None:
-        """What pydantic's types cannot say. Raises a 400."""
 
 
 class StreamOptions(BaseModel):
@@ -254,5 +225,5 @@ def _token_ids(value: object) -> list[int] | None:
     """The ids of a list of whole numbers that is not empty; None for anything else."""
     if not isinstance(value, list) or not value:
         return None
-    ids = list(map(_whole, value))
+    ids = list(map(whole, value))
     return ids if all(type(token) is int for token in ids) else None

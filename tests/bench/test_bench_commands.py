@@ -65,7 +65,7 @@ def test_serve_counts_and_shows_the_requests_that_fail(url, tmp_path, capsys):
     assert main(["serve", *flags, "--json", str(tmp_path / "r.json")]) == 0
     printed = capsys.readouterr()
     assert "Failed requests:                         1" in printed.out
-    assert "1 of 3 requests failed; the first was request 1: HTTP 400: the prompt has 600 tokens" in printed.err
+    assert "1 of 3 requests failed; the first was request 1: HTTP 400: This model's maximum context" in printed.err
     assert json.loads((tmp_path / "r.json").read_text())["request_rate"] == "trace"
 
 

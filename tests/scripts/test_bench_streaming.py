@@ -22,5 +22,5 @@ def test_a_rate_is_of_all_that_was_streamed_and_a_refusal_is_told(tmp_path, prog
         begin = time.perf_counter()
         rate = asyncio.run(stream(server.url, [BenchRequest([5, 6, 7], 20)] * 3))
         assert rate >= 3 * 20 / (time.perf_counter() - begin)
-        with pytest.raises(RuntimeError, match="a request failed: .*the context is 64 tokens"):
+        with pytest.raises(RuntimeError, match="a request failed: .*maximum context length is 64 tokens"):
             asyncio.run(stream(server.url, [BenchRequest([5] * 60, 20)]))
