@@ -116,7 +116,7 @@ class SamplingParams:
                 isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value),
                 f"{name} must be a finite number, got {value!r}",
             )
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, value if isinstance(value, int) else float(value))
         for name in INTEGERS:
             value = getattr(self, name)
             if value is None and name not in ("n", "top_k", "min_tokens", "priority"):
