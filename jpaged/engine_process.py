@@ -114,7 +114,7 @@ class EngineProcess:
         self._engine.stop(request_id, index)
 
     def _reset_prefix_cache(self, number: int) -> None:
-        self._channel.send("answer", number, self._engine.kv.reset_prefix_cache())
+        self._channel.send("answer", number, self._engine.reset_prefix_cache())
 
     def _tell_progress(self) -> None:
         with self._progress_lock:  # of several threads, none may tell what was true before the last one told

@@ -160,6 +160,7 @@ class ModelRunner:
 
     def submit(self, step: HostStep) -> PendingResult:
         """Gives a step to the devices and returns at once, where its program is compiled. Steps run in order."""
+        program = self.programs[step.bucket]  # first: whoever is interrupted as he waits for it has lost nothing
         if step.swapped_out or step.swapped_in:
             self._swap(step)
         rows = self.state.rows
@@ -169,7 +170,7 @@ class ModelRunner:
         for buffer in step.edit_loads:
             edits = self._edit_programs.load(edits, buffer)
         state = DeviceState(self.state.pools, rows, edits)
-        self.state, sampled = self.programs[step.bucket](self.leaves, state, step.buffer)
+        self.state, sampled = program(self.leaves, state, step.buffer)
         if self._check is not None:
             self._check(step, self.state)
         kept = [self.programs["kept"](self.state.edits, np.array([slot], np.int32)) for slot in step.kept_slots]
@@ -215,6 +216,17 @@ class ModelRunner:
     def programs_folder(self) -> Path:
         """Where this engine's compiled programs are kept."""
         return self._program_cache.folder
+
+    def has_state(self) -> bool:
+        """Whether the state is there, whole. Waits for the steps that the devices were given."""
+        arrays = jax.tree.leaves(self.state)
+        if not arrays or any(array.is_deleted() for array in arrays):
+            return False
+        try:
+            jax.block_until_ready(arrays)
+        except Exception:  # whatever the devices say of a step
+            return False
+        return True
 
     def reset_state(self) -> None:
         """Replaces a state that a failed step may have consumed."""
