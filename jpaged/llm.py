@@ -28,7 +28,6 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **engine_config: Any):
         self.engine = LLMEngine(EngineConfig(model=model, **engine_config))
         self._request_numbers = itertools.count()
-        self._builders: dict[str, RequestOutputBuilder] = {}  # of the requests that the engine was given
 
     def generate(
         self,
@@ -161,9 +160,8 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from None
 
-        builders = self._builders
+        builders = {}
         with InterruptsHeldBack() as interrupts:
-            self._abort_all()  # what an exception has left that came as these were to be aborted
             try:
                 for text, prompt_ids, one in zip(texts, ids, params):
                     request_id = str(next(self._request_numbers))
@@ -171,14 +169,10 @@ class LLM:
                     builder.output.metrics = self.engine.add_request(request_id, prompt_ids, one)
                     interrupts.deliver()
                 self._drain(builders, use_tqdm, interrupts)
-                return [builder.output for builder in builders.values()]
             finally:
-                self._abort_all()  # those left over by an error or an interrupt
-
-    def _abort_all(self) -> None:
-        while self._builders:
-            self.engine.abort(next(iter(self._builders)))
-            self._builders.pop(next(iter(self._builders)))
+                for request_id in builders:
+                    self.engine.abort(request_id)  # those left over by an error or an interrupt
+        return [builder.output for builder in builders.values()]
 
     def _drain(
         self, builders: dict[str, RequestOutputBuilder], use_tqdm: bool, interrupts: InterruptsHeldBack
@@ -188,6 +182,8 @@ class LLM:
             while self.engine.has_work:
                 num_finished = 0
                 for delta in self.engine.step():
+                    if delta.request_id not in builders:
+                        continue  # of a former call that was cut short even as it aborted what it had asked for
                     output = builders[delta.request_id].add(delta)
                     num_output += len(delta.token_ids)
                     if output.finished:

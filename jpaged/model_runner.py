@@ -1,5 +1,6 @@
 """ModelRunner: weights and pool on the devices, and the compiled steps that join them."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -169,8 +170,7 @@ class ModelRunner:
         edits = self.state.edits
         for buffer in step.edit_loads:
             edits = self._edit_programs.load(edits, buffer)
-        state = DeviceState(self.state.pools, rows, edits)
-        self.state, sampled = program(self.leaves, state, step.buffer)
+        self.state, sampled = program(self.leaves, DeviceState(self.state.pools, rows, edits), step.buffer)
         if self._check is not None:
             self._check(step, self.state)
         kept = [self.programs["kept"](self.state.edits, np.array([slot], np.int32)) for slot in step.kept_slots]
@@ -219,14 +219,9 @@ class ModelRunner:
 
     def has_state(self) -> bool:
         """Whether the state is there, whole. Waits for the steps that the devices were given."""
-        arrays = jax.tree.leaves(self.state)
-        if not arrays or any(array.is_deleted() for array in arrays):
-            return False
-        try:
-            jax.block_until_ready(arrays)
-        except Exception:  # whatever the devices say of a step
-            return False
-        return True
+        with contextlib.suppress(Exception):  # that an array was donated, or what the devices say of a step
+            return self.state is not None and jax.block_until_ready(self.state) is not None
+        return False
 
     def reset_state(self) -> None:
         """Replaces a state that a failed step may have consumed."""
