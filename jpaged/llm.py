@@ -174,9 +174,7 @@ class LLM:
                     self.engine.abort(request_id)  # those left over by an error or an interrupt
         return [builder.output for builder in builders.values()]
 
-    def _drain(
-        self, builders: dict[str, RequestOutputBuilder], use_tqdm: bool, interrupts: InterruptsHeldBack
-    ) -> None:
+    def _drain(self, builders: dict[str, RequestOutputBuilder], use_tqdm: bool, interrupts: InterruptsHeldBack) -> None:
         num_prompt = num_output = 0
         with tqdm(total=len(builders), desc="generating", unit="request", disable=not use_tqdm) as bar:
             while self.engine.has_work:
