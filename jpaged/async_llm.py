@@ -14,6 +14,7 @@ from jpaged.cache_spec import CacheSpec
 from jpaged.config import DEFAULT_MODEL, EngineConfig
 from jpaged.engine_client import SHUT_DOWN, EngineClient
 from jpaged.errors import QueueFullError
+from jpaged.interrupts import InterruptsHeldBack, interrupts_let_through
 from jpaged.levels import Levels
 from jpaged.metrics import EngineMetrics
 from jpaged.model_files import ModelFiles, warn_of_chat_template
@@ -63,14 +64,16 @@ class AsyncLLM:
             "step": self._on_step, "levels": self._on_levels, "compiled": self.metrics.on_compile,
             "progress": self._on_progress, "answer": self._on_answer, "room": self._on_room,
         }  # fmt: skip
-        self._engine = EngineClient(lambda name, arguments: self._hears[name](*arguments), self._die)
-        try:
-            _, self.tokenizer, self.generation_defaults = ModelFiles.open(config)
-            warn_of_chat_template(self.tokenizer)
-            facts, cache_config = self._engine.load(config)
-        except BaseException:
-            self._engine.close()
-            raise
+        with InterruptsHeldBack():  # one between the process's start and what ends it would leave it behind
+            self._engine = EngineClient(lambda name, arguments: self._hears[name](*arguments), self._die)
+            try:
+                with interrupts_let_through():
+                    _, self.tokenizer, self.generation_defaults = ModelFiles.open(config)
+                    warn_of_chat_template(self.tokenizer)
+                    facts, cache_config = self._engine.load(config)
+            except BaseException:
+                self._engine.close()
+                raise
         self.metrics.set_cache_config(**cache_config)
         spec = CacheSpec(**facts["spec"] | {"windows": tuple(facts["spec"]["windows"])})
         check = RequestCheck.of(
@@ -112,8 +115,8 @@ class AsyncLLM:
                         yield delta
             finally:
                 if not reader.is_finished:
-                    reader.end(FinishReason.ABORT)
                     self._engine.send("abort", engine_id)
+                    reader.end(FinishReason.ABORT)
 
     @contextlib.contextmanager
     def _registered(self, request_id: str, engine_id: str, stream: RequestStream) -> Iterator[None]:
@@ -130,8 +133,9 @@ class AsyncLLM:
         (one object that grows)."""
         text, ids = read_prompt(prompt, self.tokenizer.encode)
         builder = RequestOutputBuilder(request_id, text, ids, params.n)
-        async for delta in self.stream(ids, params, request_id):
-            yield builder.add(delta)
+        async with contextlib.aclosing(self.stream(ids, params, request_id)) as deltas:
+            async for delta in deltas:
+                yield builder.add(delta)
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; one that is unknown or has ended is left alone."""

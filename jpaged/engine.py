@@ -29,18 +29,29 @@ class LLMEngine(EngineCore):
     ) -> RequestMetrics:
         """As EngineCore's. Returns the request's times, which are filled in as they come."""
         super().add_request(request_id, prompt_token_ids, params)
-        reader = OutputProcessor(
-            request_id, len(prompt_token_ids), params, self.tokenizer, self.metrics,
-            lambda index: self.stop(request_id, index), arrival_time,
-        )  # fmt: skip
-        self._readers[request_id] = reader
+        try:
+            reader = OutputProcessor(
+                request_id, len(prompt_token_ids), params, self.tokenizer, self.metrics,
+                lambda index: self._stop(request_id, index), arrival_time,
+            )  # fmt: skip
+            self._readers[request_id] = reader
+        except BaseException:
+            super().abort(request_id)
+            raise
         return reader.times
 
     def abort(self, request_id: str) -> list[OutputDelta]:
-        return self.read(super().abort(request_id))
+        try:
+            return self.read(super().abort(request_id))
+        finally:
+            self._readers.pop(request_id, None)
 
-    def step(self) -> list[OutputDelta]:
-        return self.read(super().step())
+    def _step(self) -> list[OutputDelta]:
+        return self.read(super()._step())
+
+    def give_up(self, request_id: str) -> None:
+        self._readers.pop(request_id, None)
+        super().give_up(request_id)
 
     def read(self, deltas: list[TokenDelta]) -> list[OutputDelta]:
         """Makes text of what a step has given out."""

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import random
 import time
-from functools import partial
 
 from jpaged import debug
 from jpaged.bad_words import bad_word_tokens
@@ -17,6 +16,7 @@ from jpaged.model_files import ModelFiles
 from jpaged.model_runner import ModelRunner
 from jpaged.outputs import TokenDelta
 from jpaged.pinned_prefixes import PARAMS, PinnedPrefixes, read_prefix
+from jpaged.recovery import Recovery
 from jpaged.request_check import RequestCheck
 from jpaged.result_processor import RequestState, ResultProcessor
 from jpaged.sampling_params import SamplingParams
@@ -43,22 +43,17 @@ class EngineCore:
             cache_dtype=self.runner.layout.dtype,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self.validate = RequestCheck.of(
-            config, self.spec, self.tokenizer,
-            vocab_size=self.model_config.vocab_size, max_position=self.model_config.max_position,
-        )  # fmt: skip
-        self.kv = KVCacheManager(
-            self.spec, enable_prefix_caching=config.enable_prefix_caching, num_host_blocks=self.runner.num_host_blocks
-        )
-        self.scheduler = Scheduler(config, self.kv, self.runner.preemption())
+        limits = {name: getattr(self.model_config, name) for name in ("vocab_size", "max_position")}
+        self.validate = RequestCheck.of(config, self.spec, self.tokenizer, **limits)
+        self._preemption = self.runner.preemption()
+        self._open_books()
         self.batch_builder = BatchBuilder(config, self.spec, self.model_config.vocab_size)
-        add_request = partial(EngineCore.add_request, self)  # nobody reads their tokens
-        self.pins = PinnedPrefixes(self.kv, add_request, promised_len=config.max_model_len)
+        self.pins = PinnedPrefixes(self.kv, self._add, promised_len=config.max_model_len)
         self.results = ResultProcessor(self.scheduler)
         self.requests = self.results.requests
         self._seeds = random.Random(config.seed)
         self.in_flight = StepsInFlight(self.runner, depth=1 if config.async_scheduling else 0)
-        self._num_failed_steps = 0  # in a row
+        self._recovery = Recovery(self)
         for path in config.pin_prefix:
             self.pin_prefix(read_prefix(path, self.tokenizer.encode))
         logger.info(self.runner.memory.table(self.pins.num_blocks, self.runner.num_host_blocks))
@@ -71,8 +66,18 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work or len(self.in_flight) > 0
 
+    def _open_books(self) -> None:
+        """The scheduler and what it knows of the pool: nothing."""
+        caches, num_host_blocks = self.config.enable_prefix_caching, self.runner.num_host_blocks
+        self.kv = KVCacheManager(self.spec, enable_prefix_caching=caches, num_host_blocks=num_host_blocks)
+        self.scheduler = Scheduler(self.config, self.kv, self._preemption)
+
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Queues a request. Raises ValueError for one that cannot be served (see `validate`) or whose id is in use."""
+        with self._recovery.whole():
+            self._add(request_id, prompt_token_ids, params)
+
+    def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self.validate(prompt_token_ids, params)
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
@@ -87,6 +92,7 @@ class EngineCore:
             drafter=self.scheduler.speculation.drafter_for(params),
         )
         seqs = SequenceGroup(seq, params.num_samples).sequences if params.num_samples > 1 else [seq]
+        self._recovery.in_hand = seqs
         self.requests[request_id] = RequestState(seqs)
         for seq in seqs:
             self.scheduler.add(seq)
@@ -94,34 +100,61 @@ class EngineCore:
     def pin_prefix(self, token_ids: list[int]) -> None:
         """Queues a prefix to be computed once and never evicted. Raises ValueError for one that cannot be."""
         self.validate(token_ids, PARAMS)
-        self.pins.add(token_ids, self.scheduler.sequences)
-        self._set_room_beside_pins()
+        with self._recovery.whole():
+            self.pins.add(token_ids, self.scheduler.sequences)
+            self._set_room_beside_pins()
+
+    def give_up_pin(self, token_ids: list[int]) -> None:
+        """Takes back a `pin_prefix` that has not been computed yet."""
+        for request_id in [i for i in self.pins.computing if self.pins.prefixes[i] == token_ids]:
+            self.abort(request_id)
+            with self._recovery.whole([]):
+                self.pins.give_up(request_id)
+                self._set_room_beside_pins()
 
     def _set_room_beside_pins(self) -> None:
-        num_left = self.spec.num_usable_blocks - self.pins.num_blocks
-        self.validate = dataclasses.replace(self.validate, num_usable_blocks=num_left)
+        num_usable_blocks = self.spec.num_usable_blocks - self.pins.num_blocks
+        self.validate = dataclasses.replace(self.validate, num_usable_blocks=num_usable_blocks)
 
     def abort(self, request_id: str) -> list[TokenDelta]:
         """Ends a request and frees its blocks at once; returns its last deltas, none of one that has ended."""
         state = self.requests.get(request_id)
         if state is None:
             return []
-        deltas = self.results.give_up(state, FinishReason.ABORT)
-        self._tell_levels()
+        with self._recovery.whole(state.seqs):
+            deltas = self.results.give_up(state, FinishReason.ABORT)
+            self.tell_levels()
         return deltas
 
     def stop(self, request_id: str, index: int) -> None:
         """Ends a sample whose text has come to a stop string, unless it has ended. No delta says so."""
         if (state := self.requests.get(request_id)) is not None:
+            with self._recovery.whole(state.seqs):
+                self._stop(request_id, index)
+
+    def _stop(self, request_id: str, index: int) -> None:
+        if (state := self.requests.get(request_id)) is not None:
             self.results.stop(state, index)
-            self._tell_levels()
+            self.tell_levels()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content that is not pinned; False, and nothing forgotten, while requests hold blocks."""
+        with self._recovery.whole([]):
+            return self.kv.reset_prefix_cache()
 
     def step(self) -> list[TokenDelta]:
         """Starts the next step, then returns what the oldest step in flight added to each request.
 
         With async scheduling the device is given step N + 1 before the host has seen the result of N. Returns nothing
-        where there is no work.
+        where there is no work. An interrupt comes when the step is done, and its deltas are lost; after any other
+        exception the engine goes on with the requests that it has told everything of, and aborts the others.
         """
+        with self._recovery.whole():
+            return self._step()
+
+    def _step(self) -> list[TokenDelta]:
+        if self._recovery.check_failed is not None:
+            raise self._recovery.check_failed
         deltas = []
         try:
             has_started = self._start_step()
@@ -129,16 +162,20 @@ class EngineCore:
                 deltas = self._retire_step()
         except StepFailed as failure:
             deltas = self._settle(failure)
+        except MemoryError as error:
+            deltas = self._recovery.recover(error)
         return self._take_pins(deltas)
 
     def _start_step(self) -> bool:
         """Plans and dispatches a step; False where there is nothing to compute, or nothing that can be planned yet."""
         begin = time.monotonic()
+        self._recovery.in_hand = []
         plan = self.scheduler.schedule()
+        if plan is not None and self.pins.computing:
+            self.pins.hold(plan.sampled)
+        self._recovery.in_hand = None
         if plan is None or not plan.num_scheduled_tokens:
             return False
-        if self.pins.computing:
-            self.pins.hold(plan.sampled)
         host_step = self.batch_builder.build(plan)
         for seq in plan.admitted:
             state = self.requests[seq.request_id]
@@ -149,8 +186,9 @@ class EngineCore:
     def _retire_step(self) -> list[TokenDelta]:
         """Waits for the oldest step in flight and processes its result."""
         step, result = self.in_flight.retire()
-        self._num_failed_steps = 0
+        self._recovery.num_failed_steps = 0
         finish_kept_rows(self.runner, step.plan, result)
+        self._recovery.in_hand = step.plan.sampled
         appended = self.scheduler.update(step.plan, result.token_ids)
         self.results.take_prompt_logprobs(step.plan, result)
         deltas = self.results.process(appended, result)
@@ -172,35 +210,27 @@ class EngineCore:
         deltas = []
         if len(self.in_flight) and self.scheduler.in_flight[0] is not failure.plan:
             try:
-                deltas = self._take_pins(self._retire_step())  # before `_recover`, which recomputes what is pinned
+                deltas = self._take_pins(self._retire_step())  # before `recover`, which recomputes what is pinned
+                self._recovery.in_hand = None
             except StepFailed as earlier:
                 failure = earlier
-        return deltas + self._recover(failure)
+        return deltas + self._recovery.recover(failure.error, failure.plan)
 
-    def _recover(self, failure: StepFailed) -> list[TokenDelta]:
-        """A failed step may have consumed the donated pool: everyone is recomputed in a new one.
+    def open_new_books(self) -> None:
+        """Has everybody wait, as the requests themselves say. Nothing is cached, pinned, or being pinned."""
+        for request_id in self.pins.computing:
+            self.requests.pop(request_id, None)
+        self._open_books()
+        self.pins.start_over(self.kv)
+        self.results.start_over(self.scheduler)
 
-        A second failure in a row ends the newest request of the step, so that one that breaks the step cannot take the
-        others with it for ever.
-        """
-        plan, error = failure.plan, failure.error
-        logger.error("a step of %d tokens failed; its requests are recomputed", plan.num_tokens, exc_info=error)
-        self._num_failed_steps += 1
-        newest = next((s for s in reversed(self.scheduler.running) if s in plan.num_scheduled_tokens), None)
-        self.in_flight.clear()
-        self.scheduler.preempt_all()
-        self.kv.forget()
-        self.runner.reset_state()
-        self.pins.recompute()
-        if self._num_failed_steps < 2 or newest is None:
-            return []
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        why = f"the engine failed to compute this request: {reason}"
-        deltas = self.results.fail(self.requests[newest.request_id], why)
-        self._tell_levels()
-        return deltas
+    def give_up(self, request_id: str) -> None:
+        """Ends a request of whom no more can be told."""
+        if (state := self.requests.get(request_id)) is not None:
+            self.results.give_up(state, FinishReason.ABORT)
+        self.tell_levels()
 
-    def _tell_levels(self) -> None:
+    def tell_levels(self) -> None:
         """After something has ended that no step says anything of."""
         self.metrics.on_levels(Levels.of(self.scheduler))
         if not self.has_work:

@@ -116,7 +116,7 @@ class EngineProcess:
         self._engine.stop(request_id, index)
 
     def _reset_prefix_cache(self, number: int) -> None:
-        self._channel.send("answer", number, self._engine.kv.reset_prefix_cache())
+        self._channel.send("answer", number, self._engine.reset_prefix_cache())
 
     def _tell_room(self) -> None:
         """A prefix that could not be pinned leaves its room to requests."""

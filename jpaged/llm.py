@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 from jpaged.config import DEFAULT_MODEL, EngineConfig
 from jpaged.conversations import read_conversations
 from jpaged.engine import LLMEngine
+from jpaged.interrupts import InterruptsHeldBack
 from jpaged.output_processor import RequestOutputBuilder
 from jpaged.outputs import RequestOutput
 from jpaged.prompts import read_prompt, read_prompts, shown
@@ -22,7 +23,8 @@ class LLM:
     """An engine in this process, for notebooks and scripts.
 
     model is what --model takes; further arguments are EngineConfig's fields. Programs are compiled on first use and
-    kept on disk; `warm_up` compiles all of them now.
+    kept on disk; `warm_up` compiles all of them now. An interrupt ends a call between two of its steps, or while it waits
+    for a program or a logits processor; what the call had asked for is given up, and the next one is served as ever.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **engine_config: Any):
@@ -108,15 +110,21 @@ class LLM:
         Raises ValueError where it would leave too little room; RuntimeError where the device fails.
         """
         engine, token_ids = self.engine, read_prompt(prompt, self.engine.tokenizer.encode).token_ids
-        engine.pin_prefix(token_ids)
-        while engine.pins.computing:
-            engine.step()
+        with InterruptsHeldBack() as interrupts:
+            engine.pin_prefix(token_ids)
+            try:
+                while engine.pins.computing:
+                    engine.step()
+                    interrupts.deliver()
+            except BaseException:
+                engine.give_up_pin(token_ids)
+                raise
         if token_ids not in engine.pins.prefixes.values():
             raise RuntimeError("the prefix could not be computed: see the log")
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes that are not pinned; False, and nothing forgotten, while requests hold blocks."""
-        return self.engine.kv.reset_prefix_cache()
+        return self.engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
@@ -163,23 +171,27 @@ class LLM:
                 raise ValueError(f"prompt {number}: {error}") from None
 
         builders = {}
-        for text, prompt_ids, one in zip(texts, ids, params):
-            request_id = str(next(self._request_numbers))
-            builders[request_id] = RequestOutputBuilder(request_id, text, prompt_ids, one.n)
-            builders[request_id].output.metrics = self.engine.add_request(request_id, prompt_ids, one)
-        try:
-            self._drain(builders, use_tqdm)
-        finally:
-            for request_id in builders:
-                self.engine.abort(request_id)  # those left over by an error or an interrupt
+        with InterruptsHeldBack() as interrupts:
+            try:
+                for text, prompt_ids, one in zip(texts, ids, params):
+                    request_id = str(next(self._request_numbers))
+                    builders[request_id] = builder = RequestOutputBuilder(request_id, text, prompt_ids, one.n)
+                    builder.output.metrics = self.engine.add_request(request_id, prompt_ids, one)
+                    interrupts.deliver()
+                self._drain(builders, use_tqdm, interrupts)
+            finally:
+                for request_id in builders:
+                    self.engine.abort(request_id)  # those left over by an error or an interrupt
         return [builder.output for builder in builders.values()]
 
-    def _drain(self, builders: dict[str, RequestOutputBuilder], use_tqdm: bool) -> None:
+    def _drain(self, builders: dict[str, RequestOutputBuilder], use_tqdm: bool, interrupts: InterruptsHeldBack) -> None:
         num_prompt = num_output = 0
         with tqdm(total=len(builders), desc="generating", unit="request", disable=not use_tqdm) as bar:
             while self.engine.has_work:
                 num_finished = 0
                 for delta in self.engine.step():
+                    if delta.request_id not in builders:
+                        continue  # of a former call that was cut short even as it aborted what it had asked for
                     output = builders[delta.request_id].add(delta)
                     num_output += len(delta.token_ids)
                     if output.finished:
@@ -191,3 +203,4 @@ class LLM:
                         f"in {num_prompt / elapsed:.0f} tok/s, out {num_output / elapsed:.0f} tok/s", refresh=False
                     )
                     bar.update(num_finished)
+                interrupts.deliver()

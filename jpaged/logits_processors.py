@@ -5,6 +5,8 @@ from traceback import format_exception_only
 
 import numpy as np
 
+from jpaged.interrupts import interrupts_let_through
+
 LogitsProcessor = Callable[[list[int], np.ndarray], np.ndarray]
 """(the output's token ids, logits float32[V], which it may change) -> logits[V]; minus infinity bans a token."""
 
@@ -16,12 +18,13 @@ class LogitsProcessorFailed(Exception):
 def process_logits(
     processors: Sequence[LogitsProcessor], output_token_ids: list[int], logits: np.ndarray
 ) -> np.ndarray:
-    """Logits after all processors, in order. Raises LogitsProcessorFailed, one line."""
+    """Logits after all processors, in order. Raises LogitsProcessorFailed, one line; an interrupt may end it, too."""
     shape = logits.shape
     for index, processor in enumerate(processors):
         name = f"logits_processors[{index}]"
         try:
-            logits = processor(list(output_token_ids), np.array(logits, np.float32))
+            with interrupts_let_through():  # it may run for long
+                logits = processor(list(output_token_ids), np.array(logits, np.float32))
         except Exception as error:  # a user's code: whatever it says, its request alone must fail
             what = format_exception_only(error)[0].splitlines()[0]  # str(error) may itself raise
             raise LogitsProcessorFailed(f"{name} raised {what}") from error

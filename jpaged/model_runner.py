@@ -1,5 +1,6 @@
 """ModelRunner: weights and pool on the devices, and the compiled steps that join them."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -160,6 +161,7 @@ class ModelRunner:
 
     def submit(self, step: HostStep) -> PendingResult:
         """Gives a step to the devices and returns at once, where its program is compiled. Steps run in order."""
+        program = self.programs[step.bucket]  # first: whoever is interrupted as he waits for it has lost nothing
         if step.swapped_out or step.swapped_in:
             self._swap(step)
         rows = self.state.rows
@@ -168,8 +170,7 @@ class ModelRunner:
         edits = self.state.edits
         for buffer in step.edit_loads:
             edits = self._edit_programs.load(edits, buffer)
-        state = DeviceState(self.state.pools, rows, edits)
-        self.state, sampled = self.programs[step.bucket](self.leaves, state, step.buffer)
+        self.state, sampled = program(self.leaves, DeviceState(self.state.pools, rows, edits), step.buffer)
         if self._check is not None:
             self._check(step, self.state)
         kept = [self.programs["kept"](self.state.edits, np.array([slot], np.int32)) for slot in step.kept_slots]
@@ -215,6 +216,12 @@ class ModelRunner:
     def programs_folder(self) -> Path:
         """Where this engine's compiled programs are kept."""
         return self._program_cache.folder
+
+    def has_state(self) -> bool:
+        """Whether the state is there, whole. Waits for the steps that the devices were given."""
+        with contextlib.suppress(Exception):  # that an array was donated, or what the devices say of a step
+            return self.state is not None and jax.block_until_ready(self.state) is not None
+        return False
 
     def reset_state(self) -> None:
         """Replaces a state that a failed step may have consumed."""

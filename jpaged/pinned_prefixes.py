@@ -31,7 +31,7 @@ class PinnedPrefixes:
         *,
         promised_len: int | None = None,
     ):
-        self._kv, self._promised_len = kv, promised_len
+        self.kv, self._promised_len = kv, promised_len
         self._add_request = add_request
         self._numbers = count()
         self.prefixes: dict[str, list[int]] = {}  # by request id
@@ -47,7 +47,7 @@ class PinnedPrefixes:
     def add(self, token_ids: list[int], sequences: Iterable[Sequence]) -> None:
         """Queues a prefix. Raises ValueError where it leaves no room for a request of the promised length, or else for one
         that goes on from the longest prefix, or for those of sequences, which have been taken."""
-        kv, spec = self._kv, self._kv.spec
+        kv, spec = self.kv, self.kv.spec
         if not kv.enable_prefix_caching:
             raise ValueError("pin_prefix needs enable_prefix_caching")
         if list(token_ids) in self.prefixes.values():
@@ -75,14 +75,18 @@ class PinnedPrefixes:
                 f"{who} needs {needs[who]}: raise kv_cache_memory_bytes or lower max_model_len"
             )
         request_id = f"pinned prefix {next(self._numbers)}"
-        self._queue(request_id, token_ids)
         self.prefixes[request_id], self._held[request_id] = list(token_ids), held
+        try:
+            self._queue(request_id, token_ids)
+        except BaseException:
+            self.give_up(request_id)
+            raise
 
     def hold(self, sampled: Iterable[Sequence]) -> None:
         """Keeps the partly filled last blocks of prefixes whose last tokens a step was just planned to compute."""
         for seq in sampled:
             if seq.request_id in self.computing:
-                self._tables[seq.request_id] = self._kv.pinned.hold_tail(seq)
+                self._tables[seq.request_id] = self.kv.pinned.hold_tail(seq)
 
     def take(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """Pins what a step has completed; returns the deltas that are for others. To be called before the next step is
@@ -96,15 +100,31 @@ class PinnedPrefixes:
         return others
 
     def _end(self, request_id: str, error: str | None) -> None:
-        self.computing.remove(request_id)
-        table = self._tables.pop(request_id, None)
-        if error is None:
-            self._kv.pinned.pin(table, self.prefixes[request_id])
+        if error is not None:
+            self.give_up(request_id)
+            logger.error("%s could not be computed: %s", request_id, error)
             return
-        if table is not None:
-            self._kv.pinned.unpin(table)
+        self.computing.remove(request_id)
+        self.kv.pinned.pin(self._tables.pop(request_id), self.prefixes[request_id])
+
+    def give_up(self, request_id: str) -> None:
+        """Forgets a prefix that is not pinned yet."""
+        self.computing.discard(request_id)
+        if (table := self._tables.pop(request_id, None)) is not None:
+            self.kv.pinned.unpin(table)
         del self.prefixes[request_id], self._held[request_id]
-        logger.error("%s could not be computed: %s", request_id, error)
+
+    def let_go(self) -> None:
+        """Of those being computed whose step is dropped: they are computed again."""
+        for table in self._tables.values():
+            self.kv.pinned.unpin(table)
+        self._tables.clear()
+
+    def start_over(self, kv: KVCacheManager) -> None:
+        """None is pinned or being computed: kv knows of nothing. `recompute` follows."""
+        self.kv = kv
+        self.computing.clear()
+        self._tables.clear()
 
     def recompute(self) -> None:
         """After the pool's content was lost."""
@@ -114,8 +134,8 @@ class PinnedPrefixes:
                 self._queue(request_id, token_ids)
 
     def _queue(self, request_id: str, token_ids: list[int]) -> None:
-        self._add_request(request_id, token_ids, PARAMS)
         self.computing.add(request_id)
+        self._add_request(request_id, token_ids, PARAMS)
 
 
 def read_prefix(path: str, encode: Callable[[str], list[int]]) -> list[int]:

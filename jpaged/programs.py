@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from jpaged.interrupts import interrupts_let_through
+
 logger = logging.getLogger(__name__)
 
 NUM_COMPILE_THREADS = min(os.cpu_count() or 1, 4)
@@ -45,8 +47,17 @@ class Programs:
         self.error: BaseException | None = None  # why the background gave up
 
     def __getitem__(self, key: Hashable) -> Callable:
-        """The program for key, compiled now if nobody did; raises what the compiler raised."""
-        return self._get(key, "serving")
+        """The program for key, compiled now if nobody did; raises what the compiler raised.
+
+        It is compiled in a thread of its own: an interrupt ends the waiting alone, and who asks again finds the program.
+        """
+        if key in self._ready:
+            return self._futures[key].result()
+        threads = ThreadPoolExecutor(1, "jpaged-compile")
+        program = threads.submit(self._get, key, "serving")
+        threads.shutdown(wait=False)
+        with interrupts_let_through():
+            return program.result()
 
     def _get(self, key: Hashable, phase: str) -> Callable:
         with self._lock:
@@ -55,9 +66,9 @@ class Programs:
             if is_mine:
                 future = self._futures[key] = Future()
         if is_mine:
-            lateness = self._why_late() if phase == "serving" else None
-            start = time.monotonic()
             try:
+                lateness = self._why_late() if phase == "serving" else None
+                start = time.monotonic()
                 assert not (lateness and self.is_sealed), f"a step needs program {key}: {lateness}"
                 program = self._compile(key)
             except BaseException as error:

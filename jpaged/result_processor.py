@@ -41,6 +41,17 @@ class ResultProcessor:
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
 
+    def start_over(self, scheduler: Scheduler) -> None:
+        """Queues every sample that has not ended in a scheduler that knows of none, to be computed from the start."""
+        self.scheduler = scheduler
+        for state in self.requests.values():
+            if state.prompt_logprobs is not None:
+                state.seqs[0].num_prompt_logprobs = len(state.prompt_logprobs) - 1
+            for seq in state.seqs:
+                if not seq.is_finished:
+                    seq.start_over()
+                    scheduler.add(seq)
+
     def process(self, appended: list[tuple[int, Sequence, list[int]]], result: StepResult) -> list[TokenDelta]:
         """What a step's result gives out; appended is what `Scheduler.update` says of it."""
         deltas, now = [], time.monotonic()

@@ -140,6 +140,12 @@ class Sequence:
         child.block_table, child.row, child.status = BlockTable(), None, SequenceStatus.WAITING
         return child
 
+    def start_over(self) -> None:
+        """Waits as at first, with the tokens that it has, whatever its state was. Whoever kept books of it has none now."""
+        self.num_computed_tokens = self.num_pending = self.num_drafted = 0
+        self.block_table, self.block_hashes, self.swapped = BlockTable(), [], None
+        self.row, self.edit_slot, self.status = None, 0, SequenceStatus.WAITING
+
     def append(self, token_id: int) -> str | None:
         """Adds a sampled token; returns the finish reason that it causes, and sets stop_reason. With max_tokens 0 the token
         is not added: only the prompt is wanted."""

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -153,6 +154,30 @@ def test_a_reader_that_is_late_gets_what_has_come_as_one_delta_a_sample(engine):
     for delta in deltas:
         output = builder.add(delta)
     assert output.finished and output.outputs == generate(engine, params)[0].outputs
+
+
+def test_readers_cancelled_at_any_time_leave_nothing_behind(engine):
+    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = generate(engine, params)[0].outputs
+
+    async def read(request_id):
+        async for _ in engine.generate(PROMPT, LONG, request_id):
+            pass
+
+    async def cancel_all():
+        for _ in range(15):
+            readers = [asyncio.create_task(read(f"r{i}")) for i in range(6)]
+            reset = asyncio.create_task(engine.reset_prefix_cache())
+            await asyncio.sleep(rng.uniform(0, 0.03))
+            for task in (*readers, reset):
+                task.cancel()
+            await asyncio.gather(*readers, reset, return_exceptions=True)
+            assert not engine._streams and not engine._engine_ids and not engine._answers
+
+    asyncio.run(cancel_all())
+    wait_until(lambda: engine._num_seen == engine._num_added and not engine.metrics.levels.num_running)
+    assert engine.metrics.levels.num_waiting == engine.metrics.levels.num_physical_blocks == 0
+    assert generate(engine, params)[0].outputs == expected
 
 
 def test_what_cannot_cross_to_another_process_is_refused(engine):
