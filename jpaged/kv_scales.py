@@ -61,7 +61,7 @@ def with_kv_scales(
     batch = jax.device_put(batch, plain.replicated)
     jitted = jax.jit(largest, out_shardings=plain.replicated)
     arguments = jax.tree.leaves(weights), batch
-    program = programs.compile(("scales", len(batch.token_ids)), jitted, arguments, jax.tree.structure(0))
+    program = programs.compile(("scales", *map(len, texts)), jitted, arguments, jax.tree.structure(0))
     scales = scales_of(np.asarray(program(*arguments)), step.layout)
     abstract = step.abstract_state["kv_scales"]
     found = {"kv_scales": abstract.replace(jax.device_put(scales, abstract.get_value().sharding))}

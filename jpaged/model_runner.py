@@ -236,8 +236,9 @@ class ModelRunner:
 
     def _fingerprint(self) -> str:
         config = self.config
+        model = replace(self.model_config, name="")  # a model that is called otherwise has the same programs
         return fingerprint(
-            self.model_config, self.layout, self.step.dtype, self.spec, self.mesh.devices.shape,
+            model, self.layout, self.step.dtype, self.spec, self.mesh.devices.shape,
             config.max_num_seqs, config.max_logprobs, config.attention_backend, config.num_scheduler_steps,
             config.max_num_edited_seqs,
         )  # fmt: skip

@@ -123,7 +123,9 @@ def check_group(group, plan, walk, batch, sampling, sampled_at, step):
 
 
 @pytest.mark.parametrize(("max_in_flight", "num_steps"), [(0, 1), (1, 1), (1, 5)])
-@pytest.mark.parametrize("seed", range(60, 70))
+@pytest.mark.parametrize(
+    "seed", [*range(60, 66), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(66, 70))]
+)
 def test_the_device_reads_every_plan_plainly(seed, max_in_flight, num_steps):
     walk = Walk(seed, max_in_flight, num_steps)
     device = Device(walk.config, walk.spec)

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
-from jpaged.kv_scales import MARGIN, scales_of
+from jpaged.config import EngineConfig
+from jpaged.kv_scales import MARGIN, TEXTS, scales_of, with_kv_scales
+from jpaged.model_runner import make_mesh
 from jpaged.prefill_batch import prefill_batch
+from jpaged.step import StepFunction
+from models.config import ModelConfig
 from pallas_kernels import PoolLayout
 
 LAYOUTS = [PoolLayout(2, 8, 4, dtype) for dtype in ("int8", "float8_e4m3fn")]
@@ -37,3 +41,20 @@ def test_whole_sequences_lie_one_after_the_other():
     assert batch.token_ids.tolist() == [7, 8, 9, 5, 1, 2, 3, 4, 5]
     assert (meta.query_start_loc.tolist(), meta.seq_lens.tolist()) == ([0, 3, 4, 9], [3, 1, 5])
     assert meta.distribution.tolist() == [0, 0, 3] and batch.logits_indices.tolist() == [2, 3, 8]
+
+
+def test_the_scales_program_is_not_that_of_another_tokenizer_with_as_many_tokens_and_blocks():
+    model = ModelConfig("llama", "any", 64, 32, 48, 1, 4, 2, 64, 8192)
+    step = StepFunction(EngineConfig(kv_cache_dtype="int8", block_size=16), model, make_mesh(1))
+
+    class Keys(list):
+        def compile(self, key, *_):
+            self.append(key)
+            raise InterruptedError
+
+    keys = Keys()
+    for first, second in ((33, 1), (17, 17)):  # 4 blocks each, but tables of 3 and of 2
+        lens = dict.fromkeys(TEXTS, 1) | {TEXTS[0]: first, TEXTS[1]: second}
+        with pytest.raises(InterruptedError):
+            with_kv_scales(step, step.abstract_state, lambda text: [0] * lens[text], keys)
+    assert len(set(keys)) == 2

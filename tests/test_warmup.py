@@ -9,7 +9,7 @@ from jpaged.warmup import main
 FLAGS = "--dtype float32 --block-size 16 --max-num-seqs 4 --num-blocks-override 8 --max-num-batched-tokens 16".split()
 
 
-def test_warm_up_leaves_nothing_to_compile_for_an_engine_with_the_same_flags(tmp_path, capsys):
+def test_warm_up_leaves_nothing_to_compile_for_an_engine_with_the_same_flags_whatever_its_model_is_called(tmp_path, capsys):
     model = str(make_tiny_model(tmp_path))
     cache = str(tmp_path / "programs")
     argv = [model, *FLAGS, "--token-buckets", "4", "16", "--compilation-cache-dir", cache]
@@ -18,8 +18,10 @@ def test_warm_up_leaves_nothing_to_compile_for_an_engine_with_the_same_flags(tmp
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert out.startswith("4 programs: 0 compiled, 4 loaded from the cache, ") and cache in out
+    (tmp_path / "called otherwise").mkdir()
+    same = str(make_tiny_model(tmp_path / "called otherwise"))
     engine = make_engine(
-        model, cache, max_num_seqs=4, num_blocks_override=8, max_num_batched_tokens=16, token_buckets=(4, 16),
+        same, cache, max_num_seqs=4, num_blocks_override=8, max_num_batched_tokens=16, token_buckets=(4, 16),
         max_model_len=None,
     )  # fmt: skip
     engine.runner.programs.compile_all()

@@ -14,8 +14,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from install import DEFAULT_FOLDER, MODEL
-from peer import HERE, VLLM
+from install import DEFAULT_FOLDER
+from peer import HERE, MODEL, VLLM
 from process import WorkerProcess
 from table import aligned, spread_of
 
@@ -44,20 +44,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int_from(1), default=3)
     add_json_option(parser)
     args = parser.parse_args()
-    if not VLLM.is_installed(args.folder):
-        sys.exit(f"error: {VLLM.name} is not installed in {args.folder}")
+    if why := VLLM.why_absent(args.folder):
+        sys.exit(f"error: {VLLM.name} in {args.folder}: {why}")
     logging.disable(logging.WARNING)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # and vLLM's process, which inherits it
     command = [str(VLLM.python(args.folder)), str(HERE / "vllm_scheduler.py"), str(args.folder / MODEL)]
-    worker = WorkerProcess(command, {}, args.folder / "vllm-scheduler.log")
+    try:
+        worker = WorkerProcess(command, {}, args.folder / "vllm-scheduler.log")
+    except OSError as error:
+        sys.exit(f"error: {error}")
     numbers: dict[int, list[dict]] = {}
     try:
         settings = worker.wait_until_ready()
         for size in args.num_seqs:
             for _ in range(args.rounds):
                 request = {"num_seqs": size, "prompt_len": args.prompt_len, "num_steps": args.steps}
-                theirs = worker.ask(request | {"block_size": args.block_size})
+                theirs = worker.ask(request | {"block_size": args.block_size}, "schedule", "update")
                 ours = run_decodes(size, args.prompt_len, args.steps, args.block_size)
                 numbers.setdefault(size, []).append({"jpaged": milliseconds(ours), "vllm": milliseconds(theirs)})
     except OSError as error:

@@ -14,10 +14,10 @@ import signal
 import sys
 from pathlib import Path
 
-from install import DEFAULT_FOLDER, MODEL
-from peer import HERE, LLAMA_CPP, TRANSFORMERS, VLLM
+from install import DEFAULT_FOLDER
+from peer import HERE, LLAMA_CPP, MODEL, TRANSFORMERS, VLLM
 from process import WorkerProcess
-from table import JPAGED, TRANSFORMERS_MODES, Results
+from table import JPAGED, NOT_ASKED_FOR, TRANSFORMERS_MODES, Results
 from tqdm import tqdm
 from workload import Workload, workloads
 
@@ -32,40 +32,46 @@ ONCE = {  # minutes each
     ("64x(256+128)", "transformers generate"),
 }
 NEVER = {("64x(256+128)", "transformers generate_batch")}  # 8 minutes, at a sixth of the other mode's rate
+Command = tuple[list[str], dict[str, str]]  # and its environment
 
 
-def commands(folder: Path, model: str) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """(command, environment) of each engine whose environment is there, in the order of their turns."""
+def commands(folder: Path, model: str) -> tuple[dict[str, Command], dict[str, str]]:
+    """The command of each engine that is installed, in the order of their turns; and why each other one is absent."""
     exported = str(folder / MODEL)
     found = {JPAGED: ([sys.executable, str(HERE / "worker_jpaged.py"), model], {})}
+    missing = {}
     for peer, name, arguments in (
         (VLLM, VLLM.name, [exported]),
         (LLAMA_CPP, LLAMA_CPP.name, [str(resolve_model(model))]),
         *((TRANSFORMERS, mode, [exported, mode.split()[-1]]) for mode in TRANSFORMERS_MODES),
     ):
-        if peer.is_installed(folder):
+        if why := peer.why_absent(folder):
+            missing[name] = why
+        else:
             found[name] = ([str(peer.python(folder)), str(HERE / peer.worker), *arguments], peer.env(folder))
-    return found
+    return found, missing
 
 
 class Comparison:
-    """The engines that started, and what has been measured of them. missing: why the others are not there."""
+    """The engines that started, and what has been measured of them.
 
-    def __init__(self, vocab_size: int, seed: int):
+    missing: why the others are not there; those that crash are added to it.
+    """
+
+    def __init__(self, vocab_size: int, seed: int, missing: dict[str, str]):
         self.results = Results()
         self.settings: dict[str, str] = {}
-        self.missing = {name: "not installed" for name in (VLLM.name, LLAMA_CPP.name, *TRANSFORMERS_MODES)}
+        self.missing = dict(missing)
         self._rng = random.Random(seed)
         self._vocab_size = vocab_size
         self._workers: dict[str, WorkerProcess] = {}
 
-    def start(self, wanted: dict[str, tuple[list[str], dict[str, str]]], folder: Path) -> None:
-        """Starts each of the wanted (command, environment); their logs go to folder."""
+    def start(self, wanted: dict[str, Command], folder: Path) -> None:
+        """Starts each of the wanted; their logs go to folder."""
         for name, (command, env) in tqdm(wanted.items(), desc="starting", unit="engine"):
-            worker = WorkerProcess(command, env, folder / f"{name.replace(' ', '-')}-worker.log")
-            self._workers[name] = worker
-            self.missing.pop(name, None)
             try:
+                worker = WorkerProcess(command, env, folder / f"{name.replace(' ', '-')}-worker.log")
+                self._workers[name] = worker
                 self.settings[name] = worker.wait_until_ready()
             except OSError as error:
                 self._drop(name, error)
@@ -80,6 +86,7 @@ class Comparison:
                 try:
                     seconds = worker.run(workload.request(self._rng, self._vocab_size, is_warm_up=number < 0))
                 except OSError as error:
+                    self.results.cut.add((workload.name, name))
                     self._drop(name, error)
                     continue
                 if number >= 0:
@@ -88,9 +95,10 @@ class Comparison:
 
     def _drop(self, name: str, error: OSError) -> None:
         """A peer that fails is left out of what follows. Raises the error where it is jpaged: then there is nothing."""
-        self._workers.pop(name).close()
+        if worker := self._workers.pop(name, None):
+            worker.close()
         if name == JPAGED:
-            raise error
+            raise OSError(f"{name}: {error}") from error
         self.missing[name] = str(error)
         print(f"{name}: {error}", file=sys.stderr)
 
@@ -120,12 +128,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # workers sleep: nobody else would end them
     try:
         loads = chosen(args.workloads, {load.name: load for load in workloads()})
-        engines = chosen(args.engines, commands(args.folder, args.model), always=JPAGED)
+        found, missing = commands(args.folder, args.model)
+        engines = chosen(args.engines, found, always=JPAGED, missing=missing)
+        missing |= {name: NOT_ASKED_FOR for name in found if name not in engines}
         vocab_size = open_checkpoint(resolve_model(args.model)).config.vocab_size
         note = load_note()
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    comparison = Comparison(vocab_size, args.seed)
+    comparison = Comparison(vocab_size, args.seed, missing)
     try:
         comparison.start(engines, args.folder)
         turns = sum(
@@ -143,20 +153,22 @@ def main() -> None:
         comparison.close()
     for name, settings in comparison.settings.items():
         print(f"{name}: {settings}")
-    for name, why in comparison.missing.items():
-        print(f"{name}: {why}")
     print(f"{note} before; median (least to most) of {args.rounds} rounds\n")
     print(comparison.results.table(comparison.missing))
     numbers = {"settings": comparison.settings, "missing": comparison.missing, "load": note}
     write_json(args.json, numbers | {"output_tokens_per_s": comparison.results.rates})
 
 
-def chosen(names: str | None, among: dict, always: str | None = None) -> dict:
-    """The named ones, in their own order. Raises ValueError for a name that is not there."""
+def chosen(
+    names: str | None, among: dict, always: str | None = None, missing: dict[str, str] | None = None
+) -> dict:
+    """The named ones, in their own order. Raises ValueError for a name that is absent, with its reason in missing."""
     if names is None:
         return among
     wanted = names.split(",")
     for name in wanted:
+        if missing and name in missing:
+            raise ValueError(f"{name}: {missing[name]}")
         if name not in among:
             raise ValueError(f"there is no {name!r}; there are {', '.join(among)}")
     return {name: value for name, value in among.items() if name in wanted or name == always}

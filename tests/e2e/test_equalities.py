@@ -90,7 +90,7 @@ def test_a_prefix_cache_hit_equals_a_cold_prompt(model, programs_dir, expected):
 
 @costly
 def test_preempted_by_recompute_equals_not_preempted(model, programs_dir, expected):
-    small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=192, enable_prefix_caching=False)
+    small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=128, enable_prefix_caching=False)
     assert_same(expected, run(small, mixed_requests(), check_every_step=True))
     assert small.scheduler.num_preemptions > 0
     small.close()
@@ -98,7 +98,7 @@ def test_preempted_by_recompute_equals_not_preempted(model, programs_dir, expect
 
 @costly
 def test_preemption_with_a_prefix_cache_changes_nothing(model, programs_dir, expected):
-    small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=192)
+    small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=128)
     assert_same(expected, run(small, mixed_requests(), check_every_step=True))
     assert small.scheduler.num_preemptions > 0
     small.close()
@@ -126,7 +126,7 @@ def test_overlap_on_equals_overlap_off(model, programs_dir, engine, expected):
     assert engine.config.async_scheduling
     outputs = {}
     for overlap in (True, False):
-        small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=192, async_scheduling=overlap)
+        small = make_engine(model, programs_dir, num_blocks_override=14, max_model_len=128, async_scheduling=overlap)
         requests = mixed_requests() + stopping_requests(expected)
         outputs[overlap] = run(small, requests, check_every_step=True)
         assert small.scheduler.num_preemptions > 0

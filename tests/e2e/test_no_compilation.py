@@ -3,13 +3,14 @@
 import random
 
 import jax
+import pytest
 from engines import Request, make_engine, run
 from tiny_model import make_tiny_model
 
 from jpaged.program_cache import compile_counter
 from jpaged.sampling_params import SamplingParams
 
-NUM_REQUESTS = 1000
+MANY = pytest.param(1000, marks=pytest.mark.long)
 
 
 def fuzzed_request(rng: random.Random) -> Request:
@@ -49,16 +50,17 @@ def fuzzed_request(rng: random.Random) -> Request:
     return Request(prompt, SamplingParams(max_tokens=max_tokens, **fields))
 
 
-def test_1000_fuzzed_requests_compile_nothing_after_warm_up(tmp_path, programs_dir):
+@pytest.mark.parametrize("num_requests", [300, MANY])
+def test_fuzzed_requests_compile_nothing_after_warm_up(tmp_path, programs_dir, num_requests):
     engine = make_engine(str(make_tiny_model(tmp_path)), programs_dir, num_blocks_override=24, max_model_len=256)
     engine.runner.programs.compile_all()
     assert engine.runner.programs.is_complete
     engine.runner.programs.is_sealed = True
     before = compile_counter.num_events
     rng = random.Random(0)
-    requests = [fuzzed_request(rng) for _ in range(NUM_REQUESTS)]
+    requests = [fuzzed_request(rng) for _ in range(num_requests)]
     outputs = run(engine, requests, check_every_step=True)
-    assert len(outputs) == sum(request.params.n for request in requests) > NUM_REQUESTS
+    assert len(outputs) == sum(request.params.n for request in requests) > num_requests
     assert all(output.finish_reason in ("stop", "length") for output in outputs)
     assert engine.scheduler.num_preemptions > 0, "the pool was meant to be too small for all"
     assert compile_counter.num_events == before

@@ -102,7 +102,7 @@ def test_preempted_every_few_steps_equals_not_preempted(model, programs_dir, exp
 
 def test_several_decodes_in_a_row_change_no_sample(model, programs_dir, engine):
     requests = [Request(r.prompt, params(**vars(r.params) | {"logprobs": None})) for r in group_requests()]
-    long = make_engine(model, programs_dir, num_scheduler_steps=5)
+    long = make_engine(model, programs_dir, num_scheduler_steps=5, num_blocks_override=20, max_model_len=192)
     got = [output.token_ids for output in run(long, requests, check_every_step=True)]
     long.close()
     assert got == [output.token_ids for output in run(engine, requests)]

@@ -85,7 +85,7 @@ def test_a_shared_prefix_costs_each_request_its_full_blocks_less(model, programs
 
 @pytest.mark.parametrize("kind", [{"temperature": 1.0, "seed": 1}, {"temperature": 0, "use_beam_search": True}], ids=str)
 def test_what_samples_and_beams_have_computed_is_found(model, programs_dir, kind):
-    engine = make_engine(model, programs_dir, block_size=4, max_model_len=160)
+    engine = make_engine(model, programs_dir, block_size=4, num_blocks_override=400)
     ids = prompt(10)
     outputs = run(engine, [Request(ids, SamplingParams(n=4, max_tokens=15, ignore_eos=True, **kind))])
     for output in outputs:
@@ -187,7 +187,7 @@ def test_a_step_that_fails_when_the_one_before_has_completed_a_pinned_prefix_los
 
 
 def test_a_prefix_that_the_device_fails_on_may_be_pinned_again(model, programs_dir, monkeypatch):
-    engine = make_engine(model, programs_dir, max_model_len=96)
+    engine = make_engine(model, programs_dir, num_blocks_override=21, max_model_len=160)
     llm = LLM.__new__(LLM)
     llm.engine = engine
     num_usable = engine.validate.num_usable_blocks

@@ -45,8 +45,9 @@ class Step:
     kwargs: dict
 
 
-def make_step(case: Case, *, placement: int | None = 0, poison: bool = True) -> Step:
+def make_step(case: Case, *, placement: int | None = 0, poison: bool = True, min_blocks: int = 0) -> Step:
     """Draws the case's numbers and scatters its blocks over the pool by `placement`; None: one after the other.
+    The pool has min_blocks at least, so that cases may share a program.
 
     Where `poison`, every slot that holds no token is NaN (in int8 the largest number), and so is every block that the
     window has passed, which is somebody else's by now; unfilled table entries point at the null block, and what no
@@ -57,7 +58,7 @@ def make_step(case: Case, *, placement: int | None = 0, poison: bool = True) -> 
     size, sequences = case.block_size, case.sequences
     blocks_of = [-(-length // size) for _, length in sequences]
     layout = PoolLayout(case.num_kv_heads, case.head_dim, size, case.dtype, case.form)
-    num_blocks = sum(blocks_of) + 4
+    num_blocks = max(sum(blocks_of) + 4, min_blocks)
     order = 1 + np.arange(num_blocks - 1)
     if placement is not None:
         np.random.default_rng(placement).shuffle(order)

@@ -92,9 +92,10 @@ def test_the_command_writes_table_picture_and_trace(tmp_path, programs_dir, caps
     ).split()
     model = str(make_tiny_model(tmp_path))
     out = tmp_path / "out"
-    assert main([model, *flags, "--compilation-cache-dir", programs_dir, "--output", str(out)]) == 0
+    flags += ["--compilation-cache-dir", programs_dir, "--output", str(out)]
+    assert main([model, *flags]) == 0
     printed = capsys.readouterr().out
     assert "attention" in printed and (out / "step_time.txt").read_text().strip() in printed
     assert (out / "step_time.svg").exists() and list(out.rglob("*.trace.json.gz"))
-    assert main([model, *flags, "--num-requests", "9", "--output", str(out)]) == 1
+    assert main([model, *flags, "--num-requests", "9"]) == 1
     assert "error: 9 requests of" in capsys.readouterr().err

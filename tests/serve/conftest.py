@@ -13,9 +13,11 @@ def tiny_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_model):
+def engine(tiny_model, programs_dir):
     """A real engine: two sequences run, four wait, the pool has 16 usable blocks."""
-    engine = make_small_async_engine(tiny_model, num_blocks_override=17, max_num_queued_requests=4)
+    engine = make_small_async_engine(
+        tiny_model, num_blocks_override=17, max_num_queued_requests=4, compilation_cache_dir=programs_dir
+    )
     yield engine
     engine.shutdown()
 
