@@ -22,6 +22,7 @@ HOST_HALF = [
     "jpaged.buckets", "jpaged.outputs", "jpaged.errors", "jpaged.detokenizer", "jpaged.rows", "jpaged.admission",
     "jpaged.pinned_prefixes", "jpaged.debug", "jpaged.swap_space", "jpaged.preemption",
     "jpaged.ngram", "jpaged.drafter", "jpaged.speculative_config", "jpaged.speculation", "jpaged.decode_run",
+    "jpaged.interrupts",
 ]  # fmt: skip
 
 MAY_IMPORT_INSIDE_A_FUNCTION = {
