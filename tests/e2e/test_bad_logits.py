@@ -89,10 +89,12 @@ def test_a_pinned_prefix_outlives_a_request_that_goes_on_from_it_without_numbers
 
 def test_a_request_that_bans_every_token_that_it_allows_says_so(model, programs_dir):
     engine = make_engine(model, programs_dir, max_num_batched_tokens=8, num_blocks_override=14, max_model_len=160)
-    nothing = SamplingParams(allowed_token_ids=[64], bad_words=["a"], max_tokens=3)
+    with pytest.raises(ValueError, match="^allowed_token_ids leaves no token to sample"):
+        engine.validate([1], SamplingParams(allowed_token_ids=[64], bad_words=["a"]))
+    nothing = SamplingParams(allowed_token_ids=[64], bad_words=["aa"], max_tokens=3)  # which shows at the second token
     good = Request([7, 8, 9], GREEDY)
     alone = run(engine, [good])[0].token_ids
     failed, other = run(engine, [Request([1], nothing), good], check_every_step=True)
-    assert (failed.finish_reason, failed.token_ids) == ("error", []) and failed.error.startswith("no token is left")
+    assert (failed.finish_reason, failed.token_ids) == ("error", [64]) and failed.error.startswith("no token is left")
     assert other.token_ids == alone
     engine.close()

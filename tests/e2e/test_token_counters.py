@@ -15,7 +15,7 @@ def test_counters_of_generated_tokens_differ_by_what_nobody_is_given(tmp_path_fa
     """A mix of everything, and each number from another source than the counters: what sequences hold, what readers got."""
     model = str(make_tiny_model(tmp_path_factory.mktemp("tiny")))
     engine = make_engine(model, programs_dir, speculative_config={"method": "ngram", "num_speculative_tokens": 4})
-    num_beam_rows, stops, update, stop = 0, [], engine.scheduler.update, engine.stop
+    num_beam_rows, stops, update, stop = 0, [], engine.scheduler.update, engine._stop
 
     def counting(plan, token_ids):
         nonlocal num_beam_rows
@@ -24,7 +24,7 @@ def test_counters_of_generated_tokens_differ_by_what_nobody_is_given(tmp_path_fa
         return appended
 
     monkeypatch.setattr(engine.scheduler, "update", counting)
-    monkeypatch.setattr(engine, "stop", lambda request_id, index: stops.append([LATE, request_id, index]))
+    monkeypatch.setattr(engine, "_stop", lambda request_id, index: stops.append([LATE, request_id, index]))
     greedy = {"temperature": 0, "ignore_eos": True}
     beams = SamplingParams(n=2, max_tokens=9, use_beam_search=True, early_stopping="never", **greedy)
     early_ends = [beam.token_ids[4] for beam in run(engine, [Request(PROMPT, beams)])]
